@@ -65,7 +65,7 @@ def train(run: Run) -> None:
                 if step.number == KILLED[1] and number == 1:
                     loss.register_hook(lambda gradient, step=step: _die_once(step, "backward"))
                 step.backward(loss)
-        _note(f"handed-{os.getpid()}", " ".join(map(str, step_numbers)))
+        _note(f"steps-{os.getpid()}", " ".join(map(str, step_numbers)))
 
 
 def train_suppressing_exceptions(run: Run) -> None:

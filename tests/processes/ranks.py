@@ -42,7 +42,7 @@ def default_group(store: dist.Store, name: str, world_rank: int, num_ranks: int)
 def formed_groups(
     layout: Layout, store: dist.Store, name: str, world_rank: int, has_experts: bool = False
 ) -> Iterator[Groups]:
-    """The groups of this rank under a layout, formed_groups as a worker forms them."""
+    """The groups of this rank under a layout, formed as a worker forms them."""
     members = tuple(f"w{rank}" for rank in range(layout.num_workers))
     with default_group(store, name, world_rank, layout.num_workers):
         assignment = Assignment(GENERATION, layout, members)

@@ -14,7 +14,7 @@ RECIPE = f"{Path(custom_branches.__file__)}:recipe"
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp=2", "fsdp=2,zero=1", "dp=4"])
-def test_blocks_that_some_ranks_skip_are_stepped_equally_on_all(
+def test_blocks_that_some_ranks_skip_get_the_same_update_on_all(
     layout: str, tmp_path: Path
 ) -> None:
     num_workers = 4 if layout == "dp=4" else 2

@@ -19,8 +19,8 @@ RECIPE = f"{Path(custom_chain.__file__)}:recipe"
 
 
 @cache
-def plain(microbatch: int):
-    """One thread: on a busy machine, two that wait for each other are ten times slower."""
+def plain_results(microbatch: int):
+    """Train with one thread: two that wait for each other are ten times slower under load."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -31,7 +31,7 @@ def plain(microbatch: int):
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "num_workers", "changes", "formed_groups"),
+    ("layout", "num_workers", "changes", "trained_layouts"),
     [
         ("pp=2", 2, {}, ["pp=2", "dp=1"]),
         ("dp=2,pp=2", 4, {}, ["pp=2,dp=2", "pp=2"]),
@@ -43,11 +43,15 @@ def plain(microbatch: int):
         ),
     ],
 )
-def test_killed_and_resized(
-    layout: str, num_workers: int, changes: dict[str, Any], formed_groups: list[str], tmp_path: Path
+def test_custom_pipeline_killed_and_resized_equals_the_plain_loop(
+    layout: str,
+    num_workers: int,
+    changes: dict[str, Any],
+    trained_layouts: list[str],
+    tmp_path: Path,
 ) -> None:
     """The last worker takes all stages; evaluations end with a smaller microbatch."""
-    leaving = ((45, WorkerDraining("w0", "shrinks")),)
+    drain = ((45, WorkerDraining("w0", "shrinks")),)
     settings = custom_chain.CUSTOM_SETTINGS.model_copy(update=changes)
     run = run_in_processes(
         tmp_path,
@@ -55,24 +59,24 @@ def test_killed_and_resized(
         num_workers,
         layout=layout,
         fleet_faults=[kill("w1")],
-        due=leaving,
+        due=drain,
         recipe=RECIPE,
         snapshot_every=1,
     )
     assert run.stopped.outcome == "completed", run.stopped
-    resumed = run.lines_of("Resume")
-    assert [line["layout"] for line in resumed][:2] == formed_groups
-    assert resumed[1]["step"] > 0, "from snapshots"
-    losses, evaluated, state = plain(settings.microbatch)
+    resumes = run.lines_of("Resume")
+    assert [line["layout"] for line in resumes][:2] == trained_layouts
+    assert resumes[1]["step"] > 0, "from snapshots"
+    losses, expected_evaluations, state = plain_results(settings.microbatch)
     assert list(run.losses().values()) == pytest.approx(losses, rel=1e-9)
-    told = {
+    evaluations = {
         line["step"]: [line["loss"], dict(line["metrics"])] for line in run.lines_of("Evaluated")
     }
-    assert told.keys() == evaluated.keys()
-    for step, (held_out_loss, accuracy) in evaluated.items():
-        assert told[step][0] == pytest.approx(held_out_loss, rel=1e-9)
-        assert told[step][1] == {"accuracy": pytest.approx(accuracy)}
-    ours = weights_of(run.folder)
-    assert ours.keys() == state.keys()
-    for name, value in ours.items():
+    assert evaluations.keys() == expected_evaluations.keys()
+    for step, (held_out_loss, accuracy) in expected_evaluations.items():
+        assert evaluations[step][0] == pytest.approx(held_out_loss, rel=1e-9)
+        assert evaluations[step][1] == {"accuracy": pytest.approx(accuracy)}
+    actual = weights_of(run.folder)
+    assert actual.keys() == state.keys()
+    for name, value in actual.items():
         torch.testing.assert_close(value, state[name], rtol=1e-9, atol=1e-11)

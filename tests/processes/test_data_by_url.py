@@ -67,7 +67,7 @@ def remote_data(local_data: Path, s3_proxy: S3Proxy, request: pytest.FixtureRequ
     return url
 
 
-def settings(cache: Path, *changes: str) -> TrainSettings:
+def make_settings(cache: Path, *changes: str) -> TrainSettings:
     cached = (f"cache.folder={cache}", "cache.reach_timeout_s=5", f"steps={STEPS}")
     return override(tiny(), [*cached, "eval_every=5", "eval_samples=6", *changes])
 
@@ -75,7 +75,7 @@ def settings(cache: Path, *changes: str) -> TrainSettings:
 @pytest.fixture(scope="module")
 def undisturbed(local_data: Path, tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     folder = tmp_path_factory.mktemp("undisturbed")
-    return run_in_processes(folder / "run", settings(folder), 2, data_folder=str(local_data))
+    return run_in_processes(folder / "run", make_settings(folder), 2, data_folder=str(local_data))
 
 
 def train_on_remote_data(
@@ -111,7 +111,7 @@ def test_remote_data_give_the_losses_of_a_folder_and_fetch_each_shard_once(
     undisturbed: Outcome, remote_data: str, s3_proxy: S3Proxy, tmp_path: Path
 ) -> None:
     cache = tmp_path / "cache"
-    outcome = train_on_remote_data(tmp_path / "run", remote_data, settings(cache))
+    outcome = train_on_remote_data(tmp_path / "run", remote_data, make_settings(cache))
     assert has_same_results(outcome, undisturbed)
     shards = {
         name: times for name, times in s3_proxy.num_fetches.items() if name.endswith(".arrow")
@@ -131,7 +131,7 @@ def test_cache_stays_within_max_bytes_with_more_shards_than_fit(
         if isinstance(event, StepCommitted):
             sizes.append(cache_size(cache))
 
-    small = settings(cache, f"cache.max_bytes={max_bytes}", "cache.prefetch_steps=1")
+    small = make_settings(cache, f"cache.max_bytes={max_bytes}", "cache.prefetch_steps=1")
     outcome = train_on_remote_data(tmp_path / "run", remote_data, small, on_event=measure)
     assert has_same_results(outcome, undisturbed)
     assert sum(s3_proxy.num_fetches.values()) > len(s3_proxy.num_fetches) > 20, (
@@ -146,7 +146,7 @@ def test_damaged_cache_files_are_fetched_again(
 ) -> None:
     cache = tmp_path / "cache"
     assert has_same_results(
-        train_on_remote_data(tmp_path / "first", remote_data, settings(cache)), undisturbed
+        train_on_remote_data(tmp_path / "first", remote_data, make_settings(cache)), undisturbed
     )
     flipped, truncated, emptied, *_ = cached_shards(cache)
     content = flipped.read_bytes()
@@ -155,7 +155,7 @@ def test_damaged_cache_files_are_fetched_again(
     os.truncate(emptied, 0)
     s3_proxy.num_fetches.clear()
     assert has_same_results(
-        train_on_remote_data(tmp_path / "second", remote_data, settings(cache)), undisturbed
+        train_on_remote_data(tmp_path / "second", remote_data, make_settings(cache)), undisturbed
     )
     num_fetches = [times for name, times in s3_proxy.num_fetches.items() if name.endswith(".arrow")]
     assert num_fetches == [1, 1, 1]
@@ -166,7 +166,7 @@ def test_training_continues_after_an_outage_of_the_object_store(
     undisturbed: Outcome, remote_data: str, s3_proxy: S3Proxy, tmp_path: Path
 ) -> None:
     cache = tmp_path / "cache"
-    small = settings(cache, f"cache.max_bytes={8 * SHARD_BYTES}", "cache.prefetch_steps=1")
+    small = make_settings(cache, f"cache.max_bytes={8 * SHARD_BYTES}", "cache.prefetch_steps=1")
     timers: list[threading.Timer] = []
 
     def begin_outage(event: Event) -> None:
@@ -221,7 +221,7 @@ def train_with_cut_off_workers(
     slots.mkdir()
     return run_in_processes(
         folder / "run",
-        settings(folder / "cache", "cache.reach_timeout_s=0.5"),
+        make_settings(folder / "cache", "cache.reach_timeout_s=0.5"),
         2,
         program="cut_off:CutOffProgram",
         data_folder=remote_data,

@@ -22,15 +22,15 @@ SETTINGS = tiny().model_copy(
     "num_cycles",
     [pytest.param(10, marks=pytest.mark.slow), pytest.param(50, marks=pytest.mark.soak)],
 )
-def test_kills_leave_nothing_behind(tmp_path: Path, num_cycles: int) -> None:
-    """w0 survives them all; each joiner dies in the first step that it computes."""
-    joiners = tuple(Fault("kill", f"w{i}", 0, "compute") for i in range(1, num_cycles + 1))
+def test_repeated_kills_leak_no_resources(tmp_path: Path, num_cycles: int) -> None:
+    """w0 survives all kills; each joining worker dies in the first step that it computes."""
+    faults = tuple(Fault("kill", f"w{i}", 0, "compute") for i in range(1, num_cycles + 1))
     run = run_in_processes(
         tmp_path,
         SETTINGS,
         2,
         program="watched:WatchedProgram",
-        faults=joiners,
+        faults=faults,
         stop_after_losses=num_cycles,
         timeout_s=800.0,
         environment={"USAGE_FOLDER": str(tmp_path)},

@@ -1,4 +1,4 @@
-"""The oracle detects mistakes: each mistake changes the losses."""
+"""The comparison of losses detects mistakes: each mistake changes the losses."""
 
 from __future__ import annotations
 
@@ -29,14 +29,18 @@ def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     return run_in_processes(tmp_path_factory.mktemp("undisturbed"), SETTINGS, 1)
 
 
-def test_a_resized_run_without_a_mistake_passes(tmp_path: Path, undisturbed: Outcome) -> None:
+def test_resized_run_without_a_mistake_has_equal_losses(
+    tmp_path: Path, undisturbed: Outcome
+) -> None:
     """With dropout, whose seeds follow the microbatch."""
     run = run_in_processes(tmp_path, SETTINGS, 2, due=RESIZED)
     assert run.losses() == pytest.approx(undisturbed.losses(), rel=TOLERANCE)
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_a_mistake_is_detected(mistake: str, tmp_path: Path, undisturbed: Outcome) -> None:
+def test_mistake_in_the_program_changes_the_losses(
+    mistake: str, tmp_path: Path, undisturbed: Outcome
+) -> None:
     run = run_in_processes(tmp_path, SETTINGS, 2, due=RESIZED, program=f"sabotage:{mistake}")
     assert run.stopped.outcome == "completed"
     assert run.losses() != pytest.approx(undisturbed.losses(), rel=TOLERANCE)

@@ -1,4 +1,4 @@
-"""A worker that runs out of memory ends the run, with what was measured and what would fit."""
+"""A worker that runs out of memory ends the run; the reason names a layout that fits."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ WIDE = tiny().model_copy(
 """About 9 M parameters: 37 MB, and as much again for each of gradients and moments."""
 
 
-def test_too_little_memory_is_told_with_the_bytes_and_what_would_fit(tmp_path: Path) -> None:
+def test_out_of_memory_reports_the_bytes_and_a_layout_that_fits(tmp_path: Path) -> None:
     outcome = run_in_processes(
         tmp_path / "run", WIDE, 2, layout="dp=2", program="starved:StarvedProgram"
     )

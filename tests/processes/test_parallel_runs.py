@@ -1,4 +1,4 @@
-"""Whole runs under the model axes: a SIGKILL inside a group of each, and what then moves."""
+"""Whole runs under the model axes, with a SIGKILL inside a group of each axis."""
 
 from __future__ import annotations
 
@@ -29,16 +29,16 @@ MIXED = tiny_moe().model_copy(update=COMMON)
 
 def assert_equals_plain_loop(run: Outcome, settings: TrainSettings) -> None:
     assert run.stopped.outcome == "completed", run.stopped
-    seen, _ = expected(settings, NUM_STEPS)
-    losses, norms = zip(*seen, strict=True)
+    losses_and_norms, _ = expected(settings, NUM_STEPS)
+    losses, norms = zip(*losses_and_norms, strict=True)
     assert [run.losses()[step] for step in range(1, NUM_STEPS + 1)] == pytest.approx(
         losses, rel=1e-9
     )
-    by_step = {line["step"]: line["grad_norm"] for line in run.metrics}
-    assert list(by_step.values()) == pytest.approx(norms, rel=1e-9)
+    norm_of_step = {line["step"]: line["grad_norm"] for line in run.metrics}
+    assert list(norm_of_step.values()) == pytest.approx(norms, rel=1e-9)
 
 
-def recording(settings: TrainSettings, folder: Path) -> TrainSettings:
+def with_recorded_samples(settings: TrainSettings, folder: Path) -> TrainSettings:
     return settings.model_copy(update={"record_samples": folder / "samples.jsonl"})
 
 
@@ -56,10 +56,10 @@ QUICK = ("pp",)
 @pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in KILLS]
 )
-def test_a_kill_inside_a_group_changes_nothing(name: str, tmp_path: Path) -> None:
+def test_kill_inside_a_group_of_an_axis_changes_no_loss(name: str, tmp_path: Path) -> None:
     layout, settings, fault = KILLS[name]
     run = run_in_processes(
-        tmp_path, recording(settings, tmp_path), 4, layout=layout, faults=(fault,)
+        tmp_path, with_recorded_samples(settings, tmp_path), 4, layout=layout, faults=(fault,)
     )
     assert_equals_plain_loop(run, settings)
     assert_no_step_repeated(run)

@@ -70,7 +70,7 @@ def children() -> Iterator[list[Child]]:
         child.end()
 
 
-def part(step: int) -> dict[str, torch.Tensor]:
+def random_shard(step: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
     return {
         "large": torch.rand(5_000_000, generator=generator),
@@ -86,7 +86,7 @@ def snapshots_at(*snapshot_servers: SnapshotServer, node: str = "here") -> Snaps
     return snapshots
 
 
-def never() -> None:
+def interrupt_never() -> None:
     pass
 
 
@@ -97,7 +97,7 @@ def assert_has(snapshot_server: SnapshotServer, step: int, node: str) -> None:
         {snapshot_server.node: snapshot_server},
     )
     tensors = read_snapshot(carried, snapshot_servers, node, SPECS, ASSIGNMENT, step, SECRET)
-    for name, tensor in part(step).items():
+    for name, tensor in random_shard(step).items():
         assert torch.equal(tensors[name], tensor), name
 
 
@@ -108,8 +108,8 @@ def test_large_part_is_copied_to_both_nodes_and_read_back(
     here, there = (child.snapshot_server for child in children)
     snapshots = snapshots_at(here, there)
     for step in (1, 2, 3):
-        snapshots.take(step, ASSIGNMENT, part(step))
-        snapshots.await_whole(never)
+        snapshots.take(step, ASSIGNMENT, random_shard(step))
+        snapshots.await_whole(interrupt_never)
         assert snapshots.are_whole
         snapshots.note_vote(1, 1)
     for snapshot_server in (here, there):
@@ -120,8 +120,8 @@ def test_large_part_is_copied_to_both_nodes_and_read_back(
 
 def test_worker_without_local_server_sends_to_the_remote_one(children: list[Child]) -> None:
     snapshots = snapshots_at(children[1].snapshot_server)
-    snapshots.take(1, ASSIGNMENT, part(1))
-    snapshots.await_whole(never)
+    snapshots.take(1, ASSIGNMENT, random_shard(1))
+    snapshots.await_whole(interrupt_never)
     assert snapshots.are_whole
     assert_has(children[1].snapshot_server, 1, "there")
     snapshots.end_generation()
@@ -130,14 +130,14 @@ def test_worker_without_local_server_sends_to_the_remote_one(children: list[Chil
 def test_complete_snapshot_is_kept_while_later_ones_fail(children: list[Child]) -> None:
     here, there = (child.snapshot_server for child in children)
     snapshots = snapshots_at(here, there)
-    snapshots.take(1, ASSIGNMENT, part(1))
-    snapshots.await_whole(never)
+    snapshots.take(1, ASSIGNMENT, random_shard(1))
+    snapshots.await_whole(interrupt_never)
     snapshots.note_vote(1, 1)
     children[1].end()
     began = time.monotonic()
     for step in (2, 3, 4):
-        snapshots.take(step, ASSIGNMENT, part(step))
-        snapshots.await_whole(never)
+        snapshots.take(step, ASSIGNMENT, random_shard(step))
+        snapshots.await_whole(interrupt_never)
         assert not snapshots.are_whole
         snapshots.note_vote(0, 1)
     assert time.monotonic() - began < 15.0, "only the first step waits"
@@ -149,10 +149,10 @@ def test_vote_waits_for_a_replacement_server(children: list[Child]) -> None:
     here, there = (child.snapshot_server for child in children)
     snapshots = snapshots_at(here, there)
     children[1].end()
-    snapshots.take(1, ASSIGNMENT, part(1))
+    snapshots.take(1, ASSIGNMENT, random_shard(1))
     order = StartSnapshots(3, ("w0",), ((here,),))
     threading.Timer(0.3, snapshots.protect, (order,)).start()
-    snapshots.await_whole(never)
+    snapshots.await_whole(interrupt_never)
     assert snapshots.are_whole
     assert_has(here, 1, "here")
     snapshots.end_generation()
@@ -164,7 +164,7 @@ def test_frozen_server_blocks_neither_abort_nor_next_apply(children: list[Child]
     assert pid
     os.kill(pid, signal.SIGSTOP)
     snapshots = snapshots_at(children[0].snapshot_server, children[1].snapshot_server)
-    snapshots.take(1, ASSIGNMENT, part(1))
+    snapshots.take(1, ASSIGNMENT, random_shard(1))
 
     def abort() -> None:
         raise InterruptedError

@@ -14,7 +14,7 @@ import torch
 from expected import expected
 from harness import run_in_processes
 from ranks import formed_groups, open_file_store
-from test_replica import CountCollectives, local_tensors, never, program_of
+from test_replica import CountCollectives, interrupt_never, local_tensors, program_of
 from torch.multiprocessing import start_processes
 
 from actors.runtime.fault_spec import Fault
@@ -107,7 +107,7 @@ def first_step(groups: Groups) -> tuple[dict[str, dict[str, float]], int]:
     program = program_of(SETTINGS)
     replica = program.build(groups)
     replica.adopt(local_tensors(program, groups))
-    sums = replica.compute(1, never)
+    sums = replica.compute(1, interrupt_never)
     torch.distributed.all_reduce(sums)
     loss_sum, num_tokens, sq_grad_norm = sums.tolist()
     with CountCollectives() as in_apply:

@@ -17,7 +17,15 @@ from pathlib import Path
 
 import pytest
 from harness import run_in_processes
-from test_snapshot_server import HOST, SECRET, Child, assert_has, never, part, snapshots_at
+from test_snapshot_server import (
+    HOST,
+    SECRET,
+    Child,
+    assert_has,
+    interrupt_never,
+    random_shard,
+    snapshots_at,
+)
 
 from test_snapshot_server import ASSIGNMENT, SPECS  # isort: skip
 from test_snapshots import SETTINGS, kill
@@ -87,12 +95,12 @@ def take_and_read(child: Child, steps: range) -> None:
     snapshots = snapshots_at(child.snapshot_server)
     for step in steps:
         deadline = time.monotonic() + PATIENCE_S
-        snapshots.take(step, ASSIGNMENT, part(step))
-        snapshots.await_whole(never)
+        snapshots.take(step, ASSIGNMENT, random_shard(step))
+        snapshots.await_whole(interrupt_never)
         while not snapshots.are_whole:  # a busy machine may take longer than a vote waits
             assert time.monotonic() < deadline
-            snapshots.take(step, ASSIGNMENT, part(step))
-            snapshots.await_whole(never)
+            snapshots.take(step, ASSIGNMENT, random_shard(step))
+            snapshots.await_whole(interrupt_never)
         snapshots.note_vote(1, 1)
         for reader in ("here", "elsewhere"):
             assert_has(child.snapshot_server, step, reader)

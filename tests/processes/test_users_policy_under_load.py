@@ -1,4 +1,4 @@
-"""Recoveries on a busy machine, with the policy that users get: no healthy worker is ended."""
+"""Recoveries on a busy machine under the default policy: no healthy worker is killed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ SETTINGS = tiny().model_copy(
 
 @contextmanager
 def busy_loops() -> Iterator[None]:
-    """Twice as many as there are cores."""
+    """Run twice as many busy loops as there are cores."""
     command = [sys.executable, "-c", "while True: pass"]
     loops = [subprocess.Popen(command) for _ in range(2 * (os.cpu_count() or 1))]
     try:
@@ -48,7 +48,7 @@ def busy_loops() -> Iterator[None]:
     ],
 )
 def test_only_killed_workers_are_lost_under_load(tmp_path: Path, num_kills: int) -> None:
-    """Members die one after the other, then each joiner in the first step that it computes."""
+    """Members die one after the other; then each joining worker dies in its first step."""
     members = [Fault("kill", f"w{i}", 4 * i, "compute") for i in range(1, NUM_WORKERS)]
     joiners = [Fault("kill", f"w{i}", 0, "compute") for i in range(NUM_WORKERS, num_kills + 1)]
     policy = asdict(policy_of(SETTINGS, 1, NUM_WORKERS, "run"))
@@ -61,7 +61,11 @@ def test_only_killed_workers_are_lost_under_load(tmp_path: Path, num_kills: int)
             stop_after_losses=num_kills,
             node_of=lambda worker: f"node-of-{worker}",
             timeout_s=260.0 if num_kills < 100 else 7000.0,
-            **{k: v for k, v in policy.items() if k not in ("min_workers", "max_workers")},
+            **{
+                name: value
+                for name, value in policy.items()
+                if name not in ("min_workers", "max_workers")
+            },
         )
     killed = {fault.worker for fault in (*members, *joiners)}
     lost = {line["worker"] for line in run.lines_of("WorkerLost")}
