@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from one_gpu import NEEDS_GPU, claim_a_host
+from one_gpu import NEEDS_GPU, claim_separate_host
 from test_ring_attention import TIMEOUT_S, Case, compare, ring_results
 from torch.multiprocessing import start_processes
 
@@ -26,7 +26,7 @@ CASES = (
 
 def run_rank(cp_rank: int, folder: Path) -> None:
     """Compute all cases in one of the processes."""
-    claim_a_host()
+    claim_separate_host()
     torch.cuda.set_device(0)
     store = dist.FileStore(str(folder / "store"), 2)
     timeout = timedelta(seconds=TIMEOUT_S)

@@ -102,7 +102,7 @@ KILLS = {
     ),
     "resharding": (
         "dp=2,fsdp=2",
-        [Fault("kill", "w3", 20, "compute"), Fault("kill", "w2", 20, "relaying")],
+        [Fault("kill", "w3", 20, "compute"), Fault("kill", "w2", 20, "resharding")],
         {"w0", "w1"},
     ),
     "evaluation": ("dp=2,fsdp=2", [Fault("kill", "w0", 32, "evaluation")], {"w1", "w2", "w3"}),

@@ -41,7 +41,7 @@ class Switch:
 
 
 @contextmanager
-def networked(number: int) -> Iterator[tuple[Switch, list[Host]]]:
+def connect_hosts(number: int) -> Iterator[tuple[Switch, list[Host]]]:
     """Connect `number` hosts to one switch; skip the test if the system does not permit it."""
     switch = Switch(f"elastic-{os.getpid()}-switch")
     names = [f"elastic-{os.getpid()}-{i}" for i in range(1, number + 1)]

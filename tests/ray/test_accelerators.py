@@ -46,7 +46,7 @@ def test_auto_is_refused_with_two_gpu_types(cluster: None) -> None:
 @pytest.mark.parametrize(
     "cluster", [pytest.param((2,), marks=pytest.mark.soak), (0,)], indirect=True
 )
-def test_without_gpus(cluster: None) -> None:
+def test_auto_on_a_cluster_without_gpus_uses_cpus_or_is_refused(cluster: None) -> None:
     if ray.cluster_resources().get("CPU"):
         assert choose_resources("auto") == {"num_cpus": 1}
         return
