@@ -110,7 +110,7 @@ def release_standbys(state: ControllerState) -> list[Command]:
         is_enough = state.membership.num_staying() > state.policy.min_workers
         if state.membership.records[worker].node in state.quarantine.until and is_enough:
             state.membership.draining.add(worker)
-            commands.append(StopWorker(worker, "its node is avoided"))
+            commands.append(StopWorker(worker, "its node is quarantined"))
     return commands
 
 

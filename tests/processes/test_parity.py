@@ -212,7 +212,7 @@ ONES, TWOS = bytes([1]) * 5_000_000, bytes([2]) * 5_000_000
 
 
 def parities_of(server: SnapshotHost) -> list[int]:
-    return [parity.step for parity in server.told(3).parities]
+    return [parity.step for parity in server.report(3).parities]
 
 
 def test_interrupted_chunk_invalidates_only_its_step() -> None:

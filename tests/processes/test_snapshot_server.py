@@ -194,7 +194,7 @@ def test_newer_of_two_writers_to_a_buffer_wins() -> None:
     with pytest.raises(OSError):
         for _ in range(100):
             stuck.sendall(body)
-    assert [slot.step for slot in server.told(3).slots] == [6]
+    assert [slot.step for slot in server.report(3).slots] == [6]
     stuck.close()
 
 
@@ -208,6 +208,6 @@ def test_snapshot_overwritten_while_sent_is_discarded() -> None:
         sender.sendall(b"x" * 100)
         sender.shutdown(socket.SHUT_WR)
         assert sender.recv(1) == b""
-    assert not server.told(3).slots
+    assert not server.report(3).slots
     server.forget(4)
-    assert server.told(4).memory_bytes == 0
+    assert server.report(4).memory_bytes == 0

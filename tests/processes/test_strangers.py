@@ -17,17 +17,9 @@ from pathlib import Path
 
 import pytest
 from harness import run_in_processes
-from test_snapshot_server import (
-    HOST,
-    SECRET,
-    Child,
-    assert_has,
-    interrupt_never,
-    random_shard,
-    snapshots_at,
-)
+from test_snapshot_server import HOST, SECRET, Child, assert_has, interrupt_never
 
-from test_snapshot_server import ASSIGNMENT, SPECS  # isort: skip
+from test_snapshot_server import ASSIGNMENT, SPECS, random_shard, snapshots_at  # isort: skip
 from test_snapshots import SETTINGS, kill
 
 from actors.runtime.authenticated_server import AuthenticatedServer
@@ -317,7 +309,7 @@ def test_requests_with_the_secret_are_bounded() -> None:
         with connect_afar(address, SECRET, 5.0) as peer:
             peer.sendall(body)
             assert receive_message(peer) is None, body
-    assert server.told(3).memory_bytes == 0
+    assert server.report(3).memory_bytes == 0
     with connect_beside(server.snapshot_server.socket, SECRET, 5.0) as peer:
         send_message(peer, do="room", **header, num_bytes=max_bytes)
         assert socket.recv_fds(peer, 1, 2)[1]

@@ -182,7 +182,7 @@ def test_members_there_train_on() -> None:
 def test_spares_there_are_let_go() -> None:
     life = training("aabb", spare=1, quarantine_after=1)
     commands = life.tell(WorkerLost("w2", "killed", "b"))
-    assert of(StopWorker, commands) == [StopWorker("w3", "its node is avoided")]
+    assert of(StopWorker, commands) == [StopWorker("w3", "its node is quarantined")]
 
 
 def test_a_spare_there_stays_if_there_are_too_few_others() -> None:
@@ -196,7 +196,7 @@ def test_who_comes_up_on_an_avoided_node_is_sent_away() -> None:
     crash_as_they_start(life, "b", 2)
     late = newest(life)
     commands = come(life, late, "b")
-    assert of(StopWorker, commands) == [StopWorker(late, "its node is avoided")]
+    assert of(StopWorker, commands) == [StopWorker(late, "its node is quarantined")]
     [start] = of(StartWorkers, commands)
     assert start.quarantined == ("b",)
     life.tell(WorkerLost(late, "stopped", "b"))

@@ -134,7 +134,7 @@ def test_a_straggler_and_spares_on_an_avoided_node_leave_by_plan(tmp_path: Path)
     run.resume("w0", "w2")
     run.tell(StopWorker("w1", "it was drained"))
     run.tell(NodeQuarantined("node-1", run.now + 60, "3 crashes"))
-    run.tell(StopWorker("w3", "its node is avoided"))
+    run.tell(StopWorker("w3", "its node is quarantined"))
     membership = read_history(run.folder).membership
     assert membership.compute_s == {"w0": 0.1, "w1": 0.3}
     assert membership.quarantined == {"node-1": run.now + 60}
