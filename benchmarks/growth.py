@@ -59,10 +59,10 @@ def _grow(run: ElasticRun, ray: Cluster, number: int) -> Growth:
         for worker in run.members()[NUM_BEFORE:]:
             kill(run.pid(worker))
         run.wait_for_world(NUM_BEFORE, 1, TIMEOUT_S)
-    grown = run.wait_for_world(NUM_AFTER, STABLE_STEPS, TIMEOUT_S)
-    steps = [line for line in run.metrics if line["generation"] == grown]
-    before = next(line for line in reversed(run.metrics) if line["generation"] < grown)
-    resharded = next(line for line in run.lines_of("Resharded") if line["generation"] == grown)
+    generation = run.wait_for_world(NUM_AFTER, STABLE_STEPS, TIMEOUT_S)
+    steps = [line for line in run.metrics if line["generation"] == generation]
+    before = next(line for line in reversed(run.metrics) if line["generation"] < generation)
+    resharded = next(line for line in run.lines_of("Resharded") if line["generation"] == generation)
     step_s = median(after["time"] - before["time"] for before, after in pairwise(steps))
     assert before["world_size"] == NUM_BEFORE, "the growth was not from 2 to 4 at once"
     return Growth(

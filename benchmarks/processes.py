@@ -67,10 +67,10 @@ class Program:
             deadline = time.monotonic() + GRACE_S
             while self.process.poll() is None and time.monotonic() < deadline:
                 time.sleep(POLL_S)
-        while left := self.family():
-            for process in left:
+        while remaining := self.family():
+            for process in remaining:
                 _send(process, signal.SIGKILL)
-            psutil.wait_procs(left, timeout=5.0)
+            psutil.wait_procs(remaining, timeout=5.0)
         self.process.wait()
 
 

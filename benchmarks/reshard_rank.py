@@ -220,7 +220,11 @@ class Site:
 
     def parts(self, regions: dict[int, Region], tensors: dict[str, Tensor]) -> dict[str, Part]:
         specs = [(self.specs[index], region) for index, region in regions.items()]
-        return {s.name: Part.of(tensors[s.name], r, s.shape) for s, r in specs if r.num_elements}
+        return {
+            s.name: Part.from_region(tensors[s.name], r, s.shape)
+            for s, r in specs
+            if r.num_elements
+        }
 
     def shared_folder(self) -> Path:
         folder = [mkdtemp(prefix="reshard-", dir=TMPFS) if self.rank == 0 else ""]

@@ -137,7 +137,8 @@ def side_by_side(
         pairs_s = take_turns(sides, num_blocks, num_steps)
         num_aborts = len(ours.lines_of("Abort"))
         losses = [
-            (mine["loss"], its["loss"]) for mine, its in zip(ours.metrics, bare.steps, strict=False)
+            (our_line["loss"], bare_line["loss"])
+            for our_line, bare_line in zip(ours.metrics, bare.steps, strict=False)
         ][:WARM_UP_STEPS]
     return Comparison(title, pairs_s, losses, num_blocks - len(pairs_s), num_aborts)
 

@@ -25,8 +25,8 @@ class Tokens:
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(index)
         tokens = torch.randint(VOCABULARY, (LENGTH,), generator=generator)
-        known = torch.rand(LENGTH, generator=generator) < 0.7
-        return {"tokens": tokens, "targets": torch.where(known, tokens.roll(1), -100)}
+        is_known = torch.rand(LENGTH, generator=generator) < 0.7
+        return {"tokens": tokens, "targets": torch.where(is_known, tokens.roll(1), -100)}
 
 
 class Mixer(nn.Module):
@@ -67,9 +67,9 @@ def loss(model, batch):
 
 
 def accuracy(model, batch):
-    known = batch["targets"] != -100
-    right = (model(batch["tokens"]).argmax(-1) == batch["targets"]) & known
-    return right.double().sum(), known.sum()
+    is_known = batch["targets"] != -100
+    is_right = (model(batch["tokens"]).argmax(-1) == batch["targets"]) & is_known
+    return is_right.double().sum(), is_known.sum()
 
 
 def optimizer(named):

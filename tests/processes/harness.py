@@ -187,24 +187,24 @@ def _with_stop(post: Callable[[Event], None], num_losses: int) -> Callable[[Even
     """Request a stop once `num_losses` workers are lost."""
     lost: list[Event] = []
 
-    def note(event: Event) -> None:
+    def post_and_count(event: Event) -> None:
         post(event)
         if isinstance(event, WorkerLost):
             lost.append(event)
             if len(lost) == num_losses:
                 post(StopRequested("enough"))
 
-    return note
+    return post_and_count
 
 
 def _with_listener(
     post: Callable[[Event], None], on_event: Callable[[Event], None]
 ) -> Callable[[Event], None]:
-    def both(event: Event) -> None:
+    def post_and_notify(event: Event) -> None:
         post(event)
         on_event(event)
 
-    return both
+    return post_and_notify
 
 
 def _with_fleet_faults(
@@ -213,7 +213,7 @@ def _with_fleet_faults(
     """Run the next injection once all snapshots of a further generation are complete."""
     generations: set[int] = set()
 
-    def note(event: Event) -> None:
+    def post_and_inject(event: Event) -> None:
         post(event)
         if (
             not isinstance(event, StepCommitted)
@@ -225,7 +225,7 @@ def _with_fleet_faults(
             generations.add(event.generation)
             injections.pop(0)()
 
-    return note
+    return post_and_inject
 
 
 class _Overdue:

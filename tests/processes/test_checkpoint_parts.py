@@ -40,7 +40,7 @@ SPECS = (
 LAYOUTS = st.builds(Layout, dp=st.integers(1, 3), fsdp=st.integers(1, 5))
 
 
-def whole_tensors() -> dict[str, torch.Tensor]:
+def make_full_tensors() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     return {
         spec.name: (1000 * torch.randn(spec.shape, generator=generator)).to(
@@ -57,7 +57,7 @@ def slice_region(tensor: torch.Tensor, region: Region) -> torch.Tensor:
 
 def write_checkpoint(run_folder: Path, layout: Layout) -> Path:
     """Write a complete checkpoint; the first holder of each region writes it."""
-    tensors = whole_tensors()
+    tensors = make_full_tensors()
     run = DiskStorage(run_folder)
     files = []
     for world_rank in range(layout.num_workers):
@@ -74,18 +74,18 @@ def write_checkpoint(run_folder: Path, layout: Layout) -> Path:
 
 
 @settings(max_examples=25, deadline=None)
-@given(written=LAYOUTS, wanted=LAYOUTS, data=st.data())
+@given(source=LAYOUTS, target=LAYOUTS, data=st.data())
 def test_checkpoint_of_any_layout_is_read_under_any_other(
-    tmp_path_factory, written, wanted, data
+    tmp_path_factory, source, target, data
 ) -> None:
-    folder = write_checkpoint(tmp_path_factory.mktemp("run"), written)
-    rank = data.draw(st.integers(0, wanted.num_workers - 1))
-    place = wanted.coordinates(rank)
-    regions = {spec.name: region_of(spec, wanted, place) for spec in SPECS}
+    folder = write_checkpoint(tmp_path_factory.mktemp("run"), source)
+    world_rank = data.draw(st.integers(0, target.num_workers - 1))
+    coordinates = target.coordinates(world_rank)
+    regions = {spec.name: region_of(spec, target, coordinates) for spec in SPECS}
     read = read_regions(DiskStorage(folder), regions)
-    whole = whole_tensors()
+    full_tensors = make_full_tensors()
     for spec in SPECS:
-        expected = slice_region(whole[spec.name], regions[spec.name])
+        expected = slice_region(full_tensors[spec.name], regions[spec.name])
         assert read[spec.name].dtype == expected.dtype
         assert torch.equal(read[spec.name], expected), spec.name
 
@@ -93,21 +93,21 @@ def test_checkpoint_of_any_layout_is_read_under_any_other(
 def test_only_requested_tensors_are_read(tmp_path) -> None:
     folder = write_checkpoint(tmp_path, Layout(fsdp=2))
     read = read_regions(DiskStorage(folder), {"layers.0.weight": Region((2, 1), (3, 2))})
-    expected = slice_region(whole_tensors()["layers.0.weight"], Region((2, 1), (3, 2)))
+    expected = slice_region(make_full_tensors()["layers.0.weight"], Region((2, 1), (3, 2)))
     assert list(read) == ["layers.0.weight"]
     assert torch.equal(read["layers.0.weight"], expected)
 
 
 def test_stock_dcp_and_safetensors_read_the_same_files(tmp_path) -> None:
     folder = write_checkpoint(tmp_path, Layout(fsdp=2))
-    whole = whole_tensors()
-    loaded = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+    full_tensors = make_full_tensors()
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in full_tensors.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(loaded, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in whole.items())
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in full_tensors.items())
     first = load_file(folder / "part-w0.safetensors")
-    assert torch.equal(first["layers.0.weight"], whole["layers.0.weight"][:4])
+    assert torch.equal(first["layers.0.weight"], full_tensors["layers.0.weight"][:4])
 
 
 class Malicious:
@@ -129,7 +129,7 @@ def test_pickles_in_the_folder_are_never_opened(tmp_path) -> None:
     read = read_regions(
         DiskStorage(folder), {spec.name: Region.whole(spec.shape) for spec in SPECS}
     )
-    assert torch.equal(read["half"], whole_tensors()["half"])
+    assert torch.equal(read["half"], make_full_tensors()["half"])
     assert not mark.exists()
     pickle.loads(poison)
     assert mark.exists()
@@ -192,9 +192,9 @@ def test_flipped_bit_anywhere_is_reported_with_its_file(
     with pytest.raises(DamagedCheckpoint, match=r"part-w1\.safetensors: "):
         read_regions(DiskStorage(folder), regions)
     file.write_bytes(content)
-    whole = whole_tensors()
+    full_tensors = make_full_tensors()
     read = read_regions(DiskStorage(folder), regions)
-    assert all(torch.equal(read[name], whole[name]) for name in whole)
+    assert all(torch.equal(read[name], full_tensors[name]) for name in full_tensors)
 
 
 @pytest.fixture(scope="module")

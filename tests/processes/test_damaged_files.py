@@ -114,7 +114,7 @@ def format_of(run: Path) -> int:
 class Case:
     """The damage to the run's folder, and the text of the refusal if it needs a repair."""
 
-    harm: Callable[[Path], object]
+    damage: Callable[[Path], object]
     refusal: str = ""
     resumes_from: int = STEPS
 
@@ -178,7 +178,7 @@ def test_damaged_run_resumes_or_is_repaired(
     case, storage = CASES[name], tmp_path / "runs"
     shutil.copytree(trained, storage)
     run = storage / "run"
-    case.harm(run)
+    case.damage(run)
     assert status_code(storage, capsys) in (0, 2)
     if case.refusal:
         with pytest.raises((UserError, RunRefused)) as refused:
@@ -211,7 +211,7 @@ def test_damaged_journal_is_repaired_on_an_object_store_as_on_a_disk(
     of the previous process does not count."""
     run = tmp_path / "run"
     shutil.copytree(trained / "run", run)
-    CASES[name].harm(run)
+    CASES[name].damage(run)
     on_disk = LineLog(DiskStorage(run), JOURNAL)
     content = (run / JOURNAL).read_bytes() if on_disk.exists() else b""
     memory: Any = MemoryStorage()

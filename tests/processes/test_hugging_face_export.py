@@ -84,16 +84,18 @@ def test_files_and_windows_of_any_size_have_the_same_contents(
     tmp_path, settings, window_bytes
 ) -> None:
     write_run(tmp_path, settings_for(settings), Layout(fsdp=3), random_weights(settings))
-    whole = load_file(export_run(tmp_path) / "model.safetensors")
+    expected_tensors = load_file(export_run(tmp_path) / "model.safetensors")
     export("first", tmp_path, Path("cut"), shard_bytes=20_000, window_bytes=window_bytes)
     index = json.loads(Path("cut", "model.safetensors.index.json").read_text())
-    assert index["weight_map"].keys() == whole.keys()
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in whole.values())
+    assert index["weight_map"].keys() == expected_tensors.keys()
+    assert index["metadata"]["total_size"] == sum(
+        tensor.nbytes for tensor in expected_tensors.values()
+    )
     for file in set(index["weight_map"].values()):
         tensors = load_file(Path("cut") / file)
         assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= 20_000
         for name, tensor in tensors.items():
-            assert index["weight_map"][name] == file and torch.equal(tensor, whole[name])
+            assert index["weight_map"][name] == file and torch.equal(tensor, expected_tensors[name])
     for name, tensor in load_pretrained(tmp_path / "cut").state_dict().items():
         assert torch.equal(tensor, load_pretrained(tmp_path / "first-hf").state_dict()[name])
 

@@ -34,8 +34,8 @@ def test_newest_output_of_both_streams_is_stored(tmp_path: Path) -> None:
     with open(tmp_path / "out", "wb") as out, open(tmp_path / "err", "wb") as err:
         command = [sys.executable, "-c", PROGRAM, str(tmp_path / "run")]
         subprocess.run(command, stdout=out, stderr=err, check=True, timeout=120)
-    kept = (tmp_path / "run" / kept_name("w0", "out")).read_bytes()
-    assert len(kept) == KEPT_BYTES and kept.endswith(b"xthe end\n")
+    stored = (tmp_path / "run" / kept_name("w0", "out")).read_bytes()
+    assert len(stored) == KEPT_BYTES and stored.endswith(b"xthe end\n")
     assert b"from below Python\n" in (tmp_path / "run" / kept_name("w0", "err")).read_bytes()
 
 

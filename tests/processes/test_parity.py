@@ -97,13 +97,13 @@ def query(children: list[Child]) -> dict[str, SnapshotServerReported]:
 
 def rebuild(children: list[Child], lost: int, step: int) -> dict[str, torch.Tensor]:
     answers = query(children)
-    back = bring_back(
+    recoverable = bring_back(
         {node: answer.slots for node, answer in answers.items()},
         {node: answer.parities for node, answer in answers.items()},
     )
-    [others] = [o for s, o in back.items() if (s.worker, s.step) == (MEMBERS[lost], step)]
+    [sources] = [o for s, o in recoverable.items() if (s.worker, s.step) == (MEMBERS[lost], step)]
     snapshot_servers = {child.snapshot_server.node: child.snapshot_server for child in children}
-    carried = Carried(MEMBERS[lost], "w9", "", others)
+    carried = Carried(MEMBERS[lost], "w9", "", sources)
     return read_snapshot(carried, snapshot_servers, "n9", SPECS, ASSIGNMENT, step, SECRET)
 
 

@@ -123,13 +123,15 @@ def shard_of(assignment: Assignment, worker: str) -> dict[str, torch.Tensor]:
     """The regions that a worker holds."""
     if worker not in assignment.members:
         return {}
-    held = {}
+    tensors = {}
     for seed, spec in enumerate(SPECS):
         region = region_of(spec, assignment.layout, assignment.coordinates(worker))
         if region is not None:
             box = tuple(slice(o, o + n) for o, n in zip(region.offsets, region.shape, strict=True))
-            held[spec.name] = random_tensor(seed)[box].clone(memory_format=torch.contiguous_format)
-    return held
+            tensors[spec.name] = random_tensor(seed)[box].clone(
+                memory_format=torch.contiguous_format
+            )
+    return tensors
 
 
 def differing_names(
@@ -150,13 +152,13 @@ def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def reshard_worker(
-    reshard: ReshardPlan, worker: str, held: Mapping[str, torch.Tensor], store: dist.Store
+    reshard: ReshardPlan, worker: str, held_tensors: Mapping[str, torch.Tensor], store: dist.Store
 ) -> tuple[dict[str, torch.Tensor], Moved]:
-    rank, num_ranks = reshard.transfer_rank(worker), len(reshard.participants)
-    group = bare_group("cpu", store, rank, num_ranks, TIMEOUT)
+    transfer_rank, num_ranks = reshard.transfer_rank(worker), len(reshard.participants)
+    group = bare_group("cpu", store, transfer_rank, num_ranks, TIMEOUT)
     transfers = derive(SPECS, reshard, worker)
-    parts_held = {} if transfers.own_part is None else {transfers.own_part: held}
-    moved = move(SPECS, transfers, parts_held, group, CPU, interrupt_never)
+    tensors_of_part = {} if transfers.own_part is None else {transfers.own_part: held_tensors}
+    moved = move(SPECS, transfers, tensors_of_part, group, CPU, interrupt_never)
     group.barrier().wait()  # no worker closes its connections while others still read
     return moved
 
@@ -168,23 +170,23 @@ def run_worker(rank: int, folder: Path) -> None:
     file = dist.FileStore(str(folder / "store"), NUM_PROCESSES)
     results: dict[str, dict[str, Any]] = {}
     for pair in PAIRS:
-        held: dict[str, torch.Tensor] = {}
+        held_tensors: dict[str, torch.Tensor] = {}
         for direction, reshard in pair.plans().items():
             if worker not in reshard.participants:
                 continue
             assert reshard.old is not None
             if direction == "there" and worker in reshard.holders:
-                held = shard_of(reshard.old, worker)
+                held_tensors = shard_of(reshard.old, worker)
             store = dist.PrefixStore(f"{pair} {direction}", file)
-            new, moved = reshard_worker(reshard, worker, held, store)
-            before = shard_of(reshard.old, worker) if worker in reshard.holders else {}
+            new_tensors, moved = reshard_worker(reshard, worker, held_tensors, store)
+            tensors_before = shard_of(reshard.old, worker) if worker in reshard.holders else {}
             results[f"{pair} {direction}"] = {
                 "sent": moved.bytes_sent,
                 "received": moved.bytes_received,
-                "wrong": differing_names(new, shard_of(reshard.new, worker)),
-                "spoilt": differing_names(held, before),
+                "wrong": differing_names(new_tensors, shard_of(reshard.new, worker)),
+                "spoilt": differing_names(held_tensors, tensors_before),
             }
-            held = new
+            held_tensors = new_tensors
     (folder / f"{worker}.json").write_text(json.dumps(results))
 
 

@@ -157,10 +157,10 @@ def compare(folder: Path, case: Case) -> None:
     for cp_rank in range(case.size):
         own_positions = positions(case.length, cp_rank, case.size)
         actual = Tensors(*torch.load(folder / f"{case}-{cp_rank}.pt"))
-        for tensor, other in zip(actual, expected, strict=True):
+        for tensor, expected_tensor in zip(actual, expected, strict=True):
             assert tensor.dtype == case.dtype
             torch.testing.assert_close(
-                tensor.double(), other[:, own_positions], rtol=tolerance, atol=tolerance
+                tensor.double(), expected_tensor[:, own_positions], rtol=tolerance, atol=tolerance
             )
 
 
@@ -191,9 +191,15 @@ def test_errors_of_a_broken_group_propagate(folder: Path) -> None:
 @pytest.mark.parametrize("num_cp_ranks", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("length", [1, 2, 5, 16, 19, 84, 1000])
 def test_the_positions_of_all_ranks_are_the_sequence(length: int, num_cp_ranks: int) -> None:
-    held = [positions(length, cp_rank, num_cp_ranks) for cp_rank in range(num_cp_ranks)]
-    assert sorted(torch.cat(held).tolist()) == list(range(length))
-    assert all(earlier < later for mine in held for earlier, later in pairwise(mine.tolist()))
+    positions_of_ranks = [
+        positions(length, cp_rank, num_cp_ranks) for cp_rank in range(num_cp_ranks)
+    ]
+    assert sorted(torch.cat(positions_of_ranks).tolist()) == list(range(length))
+    assert all(
+        earlier < later
+        for rank_positions in positions_of_ranks
+        for earlier, later in pairwise(rank_positions.tolist())
+    )
 
 
 @pytest.mark.parametrize("num_cp_ranks", [1, 2, 3, 4, 7])

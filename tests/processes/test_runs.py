@@ -192,7 +192,9 @@ def test_hang_stores_the_stack_traces_of_all_workers(tmp_path: Path, undisturbed
     trace_of = {name[3:5]: text for name, text in traces.items()}
     assert "time.sleep(3600)" in trace_of["w1"] and "thread training" in trace_of["w1"]
     assert "time.sleep(3600)" not in trace_of["w0"]
-    assert "in wait_for" in trace_of["w0"] and "buckets.py" in trace_of["w0"], "it sums gradients"
+    assert "in wait_for" in trace_of["w0"] and "buckets.py" in trace_of["w0"], (
+        "w0 waits in the reduction of gradients"
+    )
 
 
 def test_sample_that_kills_its_workers_is_reported_by_index(tmp_path: Path) -> None:

@@ -105,14 +105,14 @@ def assert_has(snapshot_server: SnapshotServer, step: int, node: str) -> None:
 def test_large_part_is_copied_to_both_nodes_and_read_back(
     children: list[Child], reader: str
 ) -> None:
-    here, there = (child.snapshot_server for child in children)
-    snapshots = snapshots_at(here, there)
+    local_server, remote_server = (child.snapshot_server for child in children)
+    snapshots = snapshots_at(local_server, remote_server)
     for step in (1, 2, 3):
         snapshots.take(step, ASSIGNMENT, random_shard(step))
         snapshots.await_whole(interrupt_never)
         assert snapshots.are_whole
         snapshots.note_vote(1, 1)
-    for snapshot_server in (here, there):
+    for snapshot_server in (local_server, remote_server):
         assert_has(snapshot_server, 3, reader)
         assert_has(snapshot_server, 2, reader)
     snapshots.end_generation()
@@ -128,8 +128,8 @@ def test_worker_without_local_server_sends_to_the_remote_one(children: list[Chil
 
 
 def test_complete_snapshot_is_kept_while_later_ones_fail(children: list[Child]) -> None:
-    here, there = (child.snapshot_server for child in children)
-    snapshots = snapshots_at(here, there)
+    local_server, remote_server = (child.snapshot_server for child in children)
+    snapshots = snapshots_at(local_server, remote_server)
     snapshots.take(1, ASSIGNMENT, random_shard(1))
     snapshots.await_whole(interrupt_never)
     snapshots.note_vote(1, 1)
@@ -141,20 +141,20 @@ def test_complete_snapshot_is_kept_while_later_ones_fail(children: list[Child]) 
         assert not snapshots.are_whole
         snapshots.note_vote(0, 1)
     assert time.monotonic() - began < 15.0, "only the first step waits"
-    assert_has(here, 1, "here")
+    assert_has(local_server, 1, "here")
     snapshots.end_generation()
 
 
 def test_vote_waits_for_a_replacement_server(children: list[Child]) -> None:
-    here, there = (child.snapshot_server for child in children)
-    snapshots = snapshots_at(here, there)
+    local_server, remote_server = (child.snapshot_server for child in children)
+    snapshots = snapshots_at(local_server, remote_server)
     children[1].end()
     snapshots.take(1, ASSIGNMENT, random_shard(1))
-    order = StartSnapshots(3, ("w0",), ((here,),))
+    order = StartSnapshots(3, ("w0",), ((local_server,),))
     threading.Timer(0.3, snapshots.protect, (order,)).start()
     snapshots.await_whole(interrupt_never)
     assert snapshots.are_whole
-    assert_has(here, 1, "here")
+    assert_has(local_server, 1, "here")
     snapshots.end_generation()
 
 

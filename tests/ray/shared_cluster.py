@@ -121,7 +121,7 @@ def _start_cluster() -> Iterator[SharedCluster]:
 @contextmanager
 def elastic_train(storage: Path, *arguments: str) -> Iterator[Command]:
     """Start `elastic train ARGUMENTS` with run name `run` on the shared cluster; at the end, assert
-    that nothing is left of the run."""
+    that no actor is left."""
     with on_shared_cluster("train", storage, *arguments, "--run-name", "run") as command:
         yield command
 

@@ -61,7 +61,7 @@ def node_types(cluster: Head) -> list[str]:
     """The types of the machines besides the head."""
     types = []
     for process in processes_of(cluster.folder):
-        with suppress(psutil.NoSuchProcess):  # it is ending
+        with suppress(psutil.NoSuchProcess):  # the process has ended meanwhile
             if process.name() == "raylet":
                 types.append(process.environ().get("RAY_NODE_TYPE_NAME", ""))
     return sorted(name for name in types if name)

@@ -77,7 +77,7 @@ def test_second_driver_is_refused_and_a_killed_driver_leaves_no_process(
         num_steps = len(first.metrics())
         first.wait_for_step(num_steps + 5)
         first.process.kill()
-        # `on_own_cluster` asserts that the dead driver leaves nothing behind.
+        # `on_own_cluster` asserts that the dead driver leaves no process behind.
 
 
 @pytest.mark.soak

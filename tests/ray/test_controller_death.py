@@ -78,7 +78,7 @@ def test_controller_killed_twice_while_training_changes_nothing(tmp_path: Path) 
 
 def is_far_behind(command: Command) -> bool:
     """Whether workers are 110 steps ahead of the metrics. A controller that restarts before that is
-    killed again: workers would still send reports to one that is only stopped."""
+    killed again: workers would still send reports to a controller that is only stopped."""
     is_far = newest_sampled_step(command) > command.metrics()[-1]["step"] + 110
     for process in [] if is_far else processes_of(command.ray_folder):
         with suppress(psutil.NoSuchProcess):
@@ -174,9 +174,9 @@ def test_controller_killed_during_a_recovery_recovers(
     with elastic_train(tmp_path, *run, *faults, stop) as command:
 
         def is_in_between() -> bool:
-            begun = {row["generation"] for row in command.lines(line)}
-            ended = {row["generation"] for row in command.lines(next_line)}
-            return 2 in begun and 2 not in ended
+            begun_generations = {row["generation"] for row in command.lines(line)}
+            ended_generations = {row["generation"] for row in command.lines(next_line)}
+            return 2 in begun_generations and 2 not in ended_generations
 
         command.wait_until(is_in_between, f"the {line} of generation 2")
         command.kill_controller()

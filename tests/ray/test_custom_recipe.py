@@ -37,7 +37,9 @@ def test_custom_model_example_killed_and_resized_equals_the_plain_loop(tmp_path:
     assert len({line["world_size"] for line in metrics}) > 1
     assert held_out_losses[-1] < held_out_losses[0], "the held-out loss falls"
     weights = weights_of(tmp_path / "run")
-    assert load(EXAMPLE).model().load_state_dict(weights), "strictly"
+    assert load(EXAMPLE).model().load_state_dict(weights), (
+        "the state dict has exactly the keys of the module"
+    )
 
 
 def plain_losses(recipe: Recipe) -> list[float]:

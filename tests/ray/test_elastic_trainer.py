@@ -23,7 +23,7 @@ class Script:
     """The output of the script, and the folder of its runs."""
 
     observed: dict[str, Any]
-    shown: str
+    output: str
     storage: Path
 
 
@@ -59,8 +59,8 @@ def test_fit_survives_a_kill_and_returns_a_result(script: Script) -> None:
 
 
 def test_only_a_verbose_run_prints_its_progress(script: Script) -> None:
-    assert f"run mine: {script.storage / 'mine'}" in script.shown and "w1 lost" in script.shown
-    assert "run broken" not in script.shown and script.shown.count("completed at step") == 1
+    assert f"run mine: {script.storage / 'mine'}" in script.output and "w1 lost" in script.output
+    assert "run broken" not in script.output and script.output.count("completed at step") == 1
 
 
 def test_exception_of_the_user_is_raised_with_its_traceback(script: Script) -> None:

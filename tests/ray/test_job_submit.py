@@ -41,9 +41,9 @@ def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return copy_working_tree(tmp_path_factory.mktemp("tree"))
 
 
-def train(storage: Path, workers: str, steps: int, *more: str) -> list[str]:
+def train(storage: Path, workers: str, steps: int, *options: str) -> list[str]:
     run = arguments("mine.py:small", "dp=2", workers, steps)
-    return ["python", "-m", "pipelines", "train", *run, *more, *storage_options(storage)]
+    return ["python", "-m", "pipelines", "train", *run, *options, *storage_options(storage)]
 
 
 def storage_options(storage: Path) -> list[str]:

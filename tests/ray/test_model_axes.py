@@ -28,12 +28,12 @@ SETTINGS = (
 
 
 def arguments(recipe: str, layout: str, workers: str, steps: int, *inject: str) -> list[str]:
-    given = [recipe, "--layout", layout, "--workers", workers, "--steps", str(steps)]
+    words = [recipe, "--layout", layout, "--workers", workers, "--steps", str(steps)]
     for setting in SETTINGS:
-        given += ["--set", setting]
+        words += ["--set", setting]
     for sentence in inject:
-        given += ["--inject", sentence]
-    return given
+        words += ["--inject", sentence]
+    return words
 
 
 def assert_equals_plain_loop(command: Command, recipe: str, num_steps: int) -> None:

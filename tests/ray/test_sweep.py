@@ -64,7 +64,7 @@ def test_signal_ends_the_whole_sweep(tmp_path: Path) -> None:
 
 @pytest.mark.soak
 def test_layout_without_enough_machines_is_reported_as_not_feasible(tmp_path: Path) -> None:
-    """A cluster of one CPU that does not grow."""
+    """The cluster has one CPU and does not grow."""
     sweep = ("sweep", *TINY, "--layouts", "dp=2; dp=1", "--steps", "4", "--storage", str(tmp_path))
     with ray_folder() as folder:
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "temp_dir": folder})

@@ -57,7 +57,9 @@ def scrape_metrics(command: Command) -> str:
 def test_status_logs_and_notifications_follow_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("RAY_NODE_TYPE_NAME", "small")  # as an autoscaler names its machines
+    monkeypatch.setenv(
+        "RAY_NODE_TYPE_NAME", "small"
+    )  # the variable that an autoscaler sets on its machines
 
     def status(*options: str) -> str:
         ended = elastic("status", "run", "--storage", str(tmp_path), *options)
