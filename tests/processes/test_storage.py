@@ -115,7 +115,7 @@ def test_process_that_returns_after_losing_its_lease_changes_nothing(
     s3_proxy: S3Proxy, tmp_path: Path
 ) -> None:
     """A is cut off with lines that it has not uploaded, B takes over and writes, A returns."""
-    second_s3_proxy = S3Proxy(s3_proxy.target)
+    second_s3_proxy = S3Proxy(s3_proxy.target_port)
     second_s3_proxy.open()
     storage, storage_of_a = (
         open_storage(proxy.url).at(tmp_path.name).at("run") for proxy in (s3_proxy, second_s3_proxy)
