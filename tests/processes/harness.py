@@ -96,8 +96,9 @@ def run_in_processes(
     """Train to the end, or until `stop_after_losses` workers are lost; fail after `timeout_s`.
 
     `recipe` names the file and function of a custom recipe. The harness calls `on_event` with each
-    event, and `on_shell` with the shell before it runs. In each generation it injects one of the
-    `fleet_faults`, once all snapshots of the generation are complete.
+    event, and `on_shell` with the shell before it runs. The shell posts each event of `due` once
+    its step has committed. In each generation the harness injects one of the `fleet_faults`, once
+    all snapshots of the generation are complete.
     """
     kwargs = {"settings": settings.model_dump(mode="json"), "data_folder": data_folder}
     kwargs |= {"recipe": recipe} if recipe else {}
@@ -115,8 +116,8 @@ def run_in_processes(
     factory = Factory(program, kwargs, environment or {})
     fleet = ProcessFleet(factory, options, post, lease.epoch, node_of)
     injections += [partial(inject, fleet) for inject in fleet_faults]
-    timeout = threading.Timer(timeout_s, lambda: shell.post(_Overdue()))
-    timeout.start()
+    watchdog = threading.Timer(timeout_s, lambda: shell.post(_Overdue()))
+    watchdog.start()
     try:
         opening = RunOpened(
             0,
@@ -126,7 +127,7 @@ def run_in_processes(
         )
         stopped = shell.run(fleet, opening)
     finally:
-        timeout.cancel()
+        watchdog.cancel()
     lease.release()
     return Outcome(stopped, run)
 

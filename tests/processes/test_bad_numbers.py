@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from bad_number_programs import BAD_STEP, SPIKE_BATCH
 from expected import expected
 from harness import Outcome, run_in_processes
 from run_checks import (
@@ -15,7 +16,6 @@ from run_checks import (
     assert_no_step_repeated,
     assert_survivors_kept,
 )
-from spoilers import SPOILT_BATCH, SPOILT_STEP
 
 from actors.ray_backend.driver import exit_code
 from actors.runtime.fault_spec import Fault
@@ -72,12 +72,15 @@ def assert_losses_and_weights(
 
 
 BAD_NUMBERS = {
-    "nan in the loss, replicas": ("dp=2", "spoilers:nan_loss"),
-    "nan in the loss, shards": ("fsdp=2", "spoilers:nan_loss"),
-    "nan in the loss, tensor parallel": ("tp=2", "spoilers:nan_loss"),
-    "infinite gradient, replicas": ("dp=2", "spoilers:infinite_gradient"),
-    "infinite gradient, shards of ZeRO 2": ("fsdp=2,zero=2", "spoilers:infinite_gradient"),
-    "overflow in the sum over the ranks": ("dp=2", "spoilers:overflowing_sum"),
+    "nan in the loss, replicas": ("dp=2", "bad_number_programs:nan_loss"),
+    "nan in the loss, shards": ("fsdp=2", "bad_number_programs:nan_loss"),
+    "nan in the loss, tensor parallel": ("tp=2", "bad_number_programs:nan_loss"),
+    "infinite gradient, replicas": ("dp=2", "bad_number_programs:infinite_gradient"),
+    "infinite gradient, shards of ZeRO 2": (
+        "fsdp=2,zero=2",
+        "bad_number_programs:infinite_gradient",
+    ),
+    "overflow in the sum over the ranks": ("dp=2", "bad_number_programs:overflowing_sum"),
     "as a fault, pipeline": ("pp=2", ""),
 }
 
@@ -94,21 +97,21 @@ QUICK = (
 )
 def test_step_with_non_finite_numbers_is_skipped(name: str, tmp_path: Path) -> None:
     layout, program = BAD_NUMBERS[name]
-    source = {"program": program} if program else {"faults": (Fault("nan", "w1", SPOILT_STEP),)}
+    source = {"program": program} if program else {"faults": (Fault("nan", "w1", BAD_STEP),)}
     run = run_in_processes(
         tmp_path, with_settings(eval_every=1, steps=12), 2, layout=layout, **source
     )
-    losses_and_norms, weights = expected(SETTINGS, 12, skipped_steps=(SPOILT_STEP,))
+    losses_and_norms, weights = expected(SETTINGS, 12, skipped_steps=(BAD_STEP,))
     assert_losses_and_weights(run, [loss for loss, _ in losses_and_norms], weights)
     assert_no_step_repeated(run)
     [skipped] = [line for line in run.metrics if line["skipped"]]
-    assert (skipped["step"], skipped["loss"], skipped["grad_norm"]) == (SPOILT_STEP, None, None)
+    assert (skipped["step"], skipped["loss"], skipped["grad_norm"]) == (BAD_STEP, None, None)
     rates = [line["lr"] for line in run.metrics]
-    assert rates[SPOILT_STEP - 1] != rates[SPOILT_STEP - 2], "the schedule goes on"
+    assert rates[BAD_STEP - 1] != rates[BAD_STEP - 2], "the schedule goes on"
     [warning] = run.lines_of("Warned")
-    assert (warning["kind"], warning["step"]) == ("skipped", SPOILT_STEP)
+    assert (warning["kind"], warning["step"]) == ("skipped", BAD_STEP)
     held_out = {line["step"]: line["loss"] for line in run.lines_of("Evaluated")}
-    assert held_out[SPOILT_STEP] == held_out[SPOILT_STEP - 1] != held_out[SPOILT_STEP - 2]
+    assert held_out[BAD_STEP] == held_out[BAD_STEP - 1] != held_out[BAD_STEP - 2]
 
 
 @pytest.mark.slow
@@ -119,7 +122,7 @@ def test_non_finite_held_out_losses_are_null_and_the_run_completes_after_a_resum
     settings = with_settings(eval_every=1, steps=6, checkpoint_every=2, keep_last=1, keep_best=1)
     for steps in (4, 6):
         settings = settings.model_copy(update={"steps": steps})
-        run = run_in_processes(tmp_path, settings, 2, program="spoilers:bad_evaluations")
+        run = run_in_processes(tmp_path, settings, 2, program="bad_number_programs:bad_evaluations")
         assert run.stopped.outcome == "completed", run.stopped
     held_out = {
         line["step"]: (line["loss"], line["not_finite"]) for line in run.lines_of("Evaluated")
@@ -138,10 +141,12 @@ def test_non_finite_held_out_losses_are_null_and_the_run_completes_after_a_resum
 
 
 def test_non_finite_learning_rate_skips_its_step(tmp_path: Path) -> None:
-    run = run_in_processes(tmp_path, with_settings(steps=12), 2, program="spoilers:bad_rate")
+    run = run_in_processes(
+        tmp_path, with_settings(steps=12), 2, program="bad_number_programs:bad_rate"
+    )
     assert run.stopped.outcome == "completed", run.stopped
     [skipped] = [line for line in run.metrics if line["skipped"]]
-    assert (skipped["step"], skipped["lr"]) == (SPOILT_STEP, None)
+    assert (skipped["step"], skipped["lr"]) == (BAD_STEP, None)
     [warning] = run.lines_of("Warned")
     assert "learning rate" in warning["text"]
 
@@ -149,17 +154,17 @@ def test_non_finite_learning_rate_skips_its_step(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_too_many_consecutive_skipped_steps_end_the_run_after_a_checkpoint(tmp_path: Path) -> None:
     """The count continues across a kill and the following reshard."""
-    kill = Fault("kill", "w2", SPOILT_STEP + 2)
-    program = "spoilers:nan_for_ever"
+    kill = Fault("kill", "w2", BAD_STEP + 2)
+    program = "bad_number_programs:nan_for_ever"
     run = run_in_processes(
         tmp_path, SETTINGS, 3, layout="dp=3", faults=(kill,), program=program, max_skipped=5
     )
     assert exit_code(run.stopped, 0) == 1
-    reason_start = f"steps {SPOILT_STEP} to {SPOILT_STEP + 4} were all skipped"
+    reason_start = f"steps {BAD_STEP} to {BAD_STEP + 4} were all skipped"
     assert run.stopped.reason.startswith(reason_start)
     assert len(run.lines_of("Resume")) >= 2
-    assert run.stopped.step <= SPOILT_STEP + 7
-    _, weights = expected(SETTINGS, SPOILT_STEP - 1)
+    assert run.stopped.step <= BAD_STEP + 7
+    _, weights = expected(SETTINGS, BAD_STEP - 1)
     for name, weight in weights_at(run, run.stopped.step).items():
         torch.testing.assert_close(weight, weights[name].detach(), rtol=1e-9, atol=1e-11)
 
@@ -168,10 +173,14 @@ def test_too_many_consecutive_skipped_steps_end_the_run_after_a_checkpoint(tmp_p
 def test_loss_spike_rolls_back_and_skips_its_batches(tmp_path: Path) -> None:
     samples = tmp_path / "samples.jsonl"
     settings = with_settings(record_samples=samples, checkpoint_every=5)
-    options = {"spike_factor": 3.0, "spike_window": 8, "program": "spoilers:spiking_batch"}
+    options = {
+        "spike_factor": 3.0,
+        "spike_window": 8,
+        "program": "bad_number_programs:spiking_batch",
+    }
     run = run_in_processes(tmp_path, settings, 2, layout="dp=2", **options)
     [rolled_back] = run.lines_of("RolledBack")
-    spike_step = SPOILT_BATCH + 1
+    spike_step = SPIKE_BATCH + 1
     assert f"the loss of step {spike_step} spiked" in rolled_back["cause"]
     rollback_step = rolled_back["step"]
     assert (rollback_step, rolled_back["source"]) in ((10, "checkpoint"), (5, "checkpoint"))
@@ -195,12 +204,16 @@ def test_loss_spike_rolls_back_and_skips_its_batches(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_loss_spike_rolls_back_to_a_snapshot(tmp_path: Path) -> None:
     """The snapshot is of step 12: the run pauses before the next one is due."""
-    options = {"spike_factor": 3.0, "spike_window": 16, "program": "spoilers:spiking_batch"}
+    options = {
+        "spike_factor": 3.0,
+        "spike_window": 16,
+        "program": "bad_number_programs:spiking_batch",
+    }
     run = run_in_processes(tmp_path, SETTINGS, 2, layout="fsdp=2", snapshot_every=6, **options)
     [rolled_back] = run.lines_of("RolledBack")
-    assert (rolled_back["step"], rolled_back["source"]) == (SPOILT_BATCH, "snapshot")
-    assert rolled_back["skipped_batches"] == [SPOILT_BATCH]
-    losses_and_norms, weights = expected(SETTINGS, NUM_STEPS, skipped_batches=(SPOILT_BATCH,))
+    assert (rolled_back["step"], rolled_back["source"]) == (SPIKE_BATCH, "snapshot")
+    assert rolled_back["skipped_batches"] == [SPIKE_BATCH]
+    losses_and_norms, weights = expected(SETTINGS, NUM_STEPS, skipped_batches=(SPIKE_BATCH,))
     assert_losses_and_weights(run, [loss for loss, _ in losses_and_norms], weights)
 
 

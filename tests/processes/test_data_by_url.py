@@ -11,9 +11,9 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
-from cut_off import UNUSED_ADDRESS
 from harness import Outcome, run_in_processes
 from s3 import CREDENTIALS, S3Proxy, start_s3_with_credentials
+from unreachable_data import UNUSED_ADDRESS
 
 from actors.local.process_fleet import NODE
 from actors.ray_backend.driver import exit_code
@@ -223,7 +223,7 @@ def train_with_cut_off_workers(
         folder / "run",
         make_settings(folder / "cache", "cache.reach_timeout_s=0.5"),
         2,
-        program="cut_off:CutOffProgram",
+        program="unreachable_data:UnreachableDataProgram",
         data_folder=remote_data,
         environment={**CREDENTIALS, "NUM_CUT_OFF": str(num), "CUT_OFF_FOLDER": str(slots)},
         restart_backoff_s=0.1,

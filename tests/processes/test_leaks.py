@@ -29,7 +29,7 @@ def test_repeated_kills_leak_no_resources(tmp_path: Path, num_cycles: int) -> No
         tmp_path,
         SETTINGS,
         2,
-        program="watched:WatchedProgram",
+        program="usage_program:UsageProgram",
         faults=faults,
         stop_after_losses=num_cycles,
         timeout_s=800.0,

@@ -41,7 +41,9 @@ def test_resized_run_without_a_mistake_has_equal_losses(
 def test_mistake_in_the_program_changes_the_losses(
     mistake: str, tmp_path: Path, undisturbed: Outcome
 ) -> None:
-    run = run_in_processes(tmp_path, SETTINGS, 2, due=RESIZED, program=f"sabotage:{mistake}")
+    run = run_in_processes(
+        tmp_path, SETTINGS, 2, due=RESIZED, program=f"mistaken_programs:{mistake}"
+    )
     assert run.stopped.outcome == "completed"
     assert run.losses() != pytest.approx(undisturbed.losses(), rel=TOLERANCE)
     if mistake != "seeds_by_rank":

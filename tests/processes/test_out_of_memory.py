@@ -21,7 +21,7 @@ WIDE = tiny().model_copy(
 
 def test_out_of_memory_reports_the_bytes_and_a_layout_that_fits(tmp_path: Path) -> None:
     outcome = run_in_processes(
-        tmp_path / "run", WIDE, 2, layout="dp=2", program="starved:StarvedProgram"
+        tmp_path / "run", WIDE, 2, layout="dp=2", program="low_memory:LowMemoryProgram"
     )
     assert outcome.stopped.outcome == "failed"
     [raised] = [line for line in outcome.lines_of("WorkerRaised") if line["kind"] == "memory"]

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from harness import run_in_processes
-from killed_whole import run_until_killed
+from killed_run import run_until_killed
 from run_checks import assert_each_sample_once
 
 from pipelines.run.recipes import tiny

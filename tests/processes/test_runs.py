@@ -10,7 +10,7 @@ import pytest
 import torch
 from expected import expected
 from harness import Outcome, run_in_processes
-from raising import FATAL_STEP, RAISED, SLOW_S
+from raising_program import FATAL_STEP, RAISED, SLOW_S
 from run_checks import (
     assert_each_sample_once,
     assert_no_step_repeated,
@@ -199,7 +199,7 @@ def test_hang_stores_the_stack_traces_of_all_workers(tmp_path: Path, undisturbed
 
 def test_sample_that_kills_its_workers_is_reported_by_index(tmp_path: Path) -> None:
     """The run loses four workers to the sample, and not every worker and replacement."""
-    run = run_in_processes(tmp_path, SETTINGS, 6, program="sabotage:dies_of_a_sample")
+    run = run_in_processes(tmp_path, SETTINGS, 6, program="mistaken_programs:dies_of_a_sample")
     assert run.stopped.outcome == "failed"
     # With six, five, four and three data ranks, the rank of microbatch 5 also ran microbatch 4.
     first = (12 - 1) * SETTINGS.batch
@@ -215,7 +215,7 @@ def test_sample_that_kills_its_workers_is_reported_by_index(tmp_path: Path) -> N
 @pytest.mark.slow
 def test_sample_that_kills_both_workers_loses_no_step(tmp_path: Path) -> None:
     """The second worker would be the only one with the whole state when it reads the sample."""
-    run = run_in_processes(tmp_path, SETTINGS, 2, program="sabotage:dies_of_a_sample")
+    run = run_in_processes(tmp_path, SETTINGS, 2, program="mistaken_programs:dies_of_a_sample")
     assert run.stopped.outcome == "failed"
     assert "4 times: look at training samples" in run.stopped.reason
     assert run.lines_of("Checkpointed")[-1]["step"] == run.stopped.step == 11
@@ -226,7 +226,9 @@ def test_sample_that_kills_both_workers_loses_no_step(tmp_path: Path) -> None:
 def test_held_out_sample_that_kills_workers_is_reported_as_held_out(
     tmp_path: Path,
 ) -> None:
-    run = run_in_processes(tmp_path, SETTINGS, 4, program="sabotage:dies_of_a_held_out_sample")
+    run = run_in_processes(
+        tmp_path, SETTINGS, 4, program="mistaken_programs:dies_of_a_held_out_sample"
+    )
     assert run.stopped.outcome == "failed"
     assert "the evaluation after step" in run.stopped.reason
     assert "look at held-out samples" in run.stopped.reason
@@ -357,14 +359,14 @@ def test_exception_of_the_model_fails_the_run_after_a_checkpoint(
         SETTINGS,
         2,
         layout="dp=2",
-        program="raising:Program",
+        program="raising_program:Program",
         environment={RAISED: exception, SLOW_S: str(slow_s)},
         quiesce_deadline_s=0.3,
     )
     name = exception.partition(":")[0]
     assert run.stopped.outcome == "failed", run.story()
     assert run.stopped.reason.startswith(f"w1: {name}"), run.stopped.reason
-    assert "raising.py" in run.stopped.traceback and name in run.stopped.traceback
+    assert "raising_program.py" in run.stopped.traceback and name in run.stopped.traceback
     assert run.stopped.step == FATAL_STEP - 1
     assert run.lines_of("Checkpointed")[-1]["step"] == FATAL_STEP - 1
     assert not run.lines_of("WorkerLost"), "the run killed no worker"

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 from harness import run_in_processes
+from interpreter_stall import STALL_S, STALLED_STEPS
 from run_checks import assert_no_step_repeated
-from stalled import STALL_S, STALLED_STEPS
 
 from actors.runtime.fault_spec import Fault
 from elastic.protocol.events import Event, StepCommitted, WorkerReady
@@ -37,7 +37,7 @@ MAX_DETECTION_OF_STOP_S = 3.5
 
 def test_call_that_holds_the_interpreter_lock_causes_no_abort(tmp_path: Path) -> None:
     run = run_in_processes(
-        tmp_path, SETTINGS, 2, layout="dp=2", program="stalled:StalledProgram", **DEFAULTS
+        tmp_path, SETTINGS, 2, layout="dp=2", program="interpreter_stall:StalledProgram", **DEFAULTS
     )
     assert run.stopped.outcome == "completed", run.story()
     slow_steps = [line["step"] for line in run.metrics if line["step_s"] > STALL_S - 0.5]

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from half_sent import DOOMED, FATAL_STEP
+from death_while_sending import DOOMED, FATAL_STEP
 from harness import run_in_processes
 from run_checks import assert_no_step_repeated, assert_survivors_kept
 from torch.distributed import HashStore, ProcessGroup
@@ -31,7 +31,7 @@ SETTINGS = tiny().model_copy(
 def test_death_during_large_messages_loses_no_other_worker(tmp_path: Path, layout: str) -> None:
     undisturbed = run_in_processes(tmp_path / "undisturbed", SETTINGS, 1)
     run = run_in_processes(
-        tmp_path / "run", SETTINGS, 4, layout=layout, program="half_sent:HalfSentProgram"
+        tmp_path / "run", SETTINGS, 4, layout=layout, program="death_while_sending:HalfSentProgram"
     )
     assert run.stopped.outcome == "completed", run.stopped
     assert [line["worker"] for line in run.lines_of("WorkerLost")] == [DOOMED], run.story()

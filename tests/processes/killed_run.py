@@ -1,6 +1,6 @@
 """A run in a separate process group, so that a test can kill all its processes at once.
 
-killed_whole.py FOLDER SETTINGS_JSON WORKERS LAYOUT
+killed_run.py FOLDER SETTINGS_JSON WORKERS LAYOUT
 """
 
 from __future__ import annotations

@@ -13,7 +13,7 @@ from pipelines.training.replica.replica import ShardedReplica
 HEADROOM_BYTES = 24 << 20
 
 
-class StarvedProgram(TrainingProgram):
+class LowMemoryProgram(TrainingProgram):
     """Real allocations fail once the process has mapped `HEADROOM_BYTES` more."""
 
     def __init__(self, settings: dict[str, Any], data_folder: str | None = None) -> None:

@@ -11,7 +11,7 @@ from pipelines.run.program import TrainingProgram
 UNUSED_ADDRESS = "127.0.0.1:1"
 
 
-class CutOffProgram(TrainingProgram):
+class UnreachableDataProgram(TrainingProgram):
     """The first `NUM_CUT_OFF` processes get an address at which no server listens.
 
     `CUT_OFF_FOLDER` holds one file for each of them.

@@ -17,7 +17,7 @@ from pipelines.run.program import TrainingProgram
 from pipelines.training.replica.replica import ShardedReplica
 
 
-class WatchedProgram(TrainingProgram):
+class UsageProgram(TrainingProgram):
     """Appends one line to `<folder>/usage-<pid>.jsonl` before each build."""
 
     def __init__(self, settings: dict[str, Any], data_folder: str | None = None) -> None:
