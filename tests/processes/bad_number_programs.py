@@ -79,7 +79,7 @@ class InfiniteGradient(ScalingReplica):
             self.scaled_workload.gradient_factor = math.inf
 
 
-class NanForEver(ScalingReplica):
+class AlwaysNan(ScalingReplica):
     """Each loss from one step on is NaN.
 
     A step takes longer than a message to the controller and the answer.
@@ -157,7 +157,7 @@ def _program(replica: type[ShardedReplica]) -> type[TrainingProgram]:
 
 nan_loss = _program(NanLoss)
 infinite_gradient = _program(InfiniteGradient)
-nan_for_ever = _program(NanForEver)
+always_nan = _program(AlwaysNan)
 spiking_batch = _program(SpikingBatch)
 overflowing_sum = _program(OverflowingSum)
 bad_evaluations = _program(BadEvaluations)

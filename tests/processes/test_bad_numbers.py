@@ -107,7 +107,7 @@ def test_step_with_non_finite_numbers_is_skipped(name: str, tmp_path: Path) -> N
     [skipped] = [line for line in run.metrics if line["skipped"]]
     assert (skipped["step"], skipped["loss"], skipped["grad_norm"]) == (BAD_STEP, None, None)
     rates = [line["lr"] for line in run.metrics]
-    assert rates[BAD_STEP - 1] != rates[BAD_STEP - 2], "the schedule goes on"
+    assert rates[BAD_STEP - 1] != rates[BAD_STEP - 2], "the schedule continues"
     [warning] = run.lines_of("Warned")
     assert (warning["kind"], warning["step"]) == ("skipped", BAD_STEP)
     held_out = {line["step"]: line["loss"] for line in run.lines_of("Evaluated")}
@@ -155,7 +155,7 @@ def test_non_finite_learning_rate_skips_its_step(tmp_path: Path) -> None:
 def test_too_many_consecutive_skipped_steps_end_the_run_after_a_checkpoint(tmp_path: Path) -> None:
     """The count continues across a kill and the following reshard."""
     kill = Fault("kill", "w2", BAD_STEP + 2)
-    program = "bad_number_programs:nan_for_ever"
+    program = "bad_number_programs:always_nan"
     run = run_in_processes(
         tmp_path, SETTINGS, 3, layout="dp=3", faults=(kill,), program=program, max_skipped=5
     )

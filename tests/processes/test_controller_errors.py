@@ -57,7 +57,7 @@ class AlwaysRaises(Shell):
 
 
 def raise_always() -> None:
-    raise RuntimeError("broken for ever")
+    raise RuntimeError("raised again")
 
 
 def test_controller_that_raises_once_at_each_place_changes_no_loss(tmp_path: Path) -> None:
@@ -75,5 +75,5 @@ def test_controller_that_always_raises_ends_the_run_after_a_checkpoint(tmp_path:
     run = run_in_processes(tmp_path, SETTINGS, 2, layout="dp=2", shell_kind=AlwaysRaises)
     assert run.stopped.outcome == "failed"
     assert "failed 3 times in a row at StepCommitted" in run.stopped.reason
-    assert "broken for ever" in run.stopped.traceback
+    assert "raised again" in run.stopped.traceback
     assert find_checkpoints(run.run).whole[-1].step == run.stopped.step >= 9

@@ -239,9 +239,9 @@ def test_damaged_journal_is_repaired_on_an_object_store_as_on_a_disk(
     new_lease = claim(memory)
     writer = open_journal(log, new_lease)
     assert encode(replay_of(new_lease, log).core.state) == encode(state)
-    writer.write({"time": 2e9, "warning": "it goes on", "format": FORMAT})
+    writer.write({"time": 2e9, "warning": "the run continues", "format": FORMAT})
     assert writer.close() == ""
-    assert list(log.lines())[-1]["warning"] == "it goes on"
+    assert list(log.lines())[-1]["warning"] == "the run continues"
 
 
 NUM_PIECES = 3

@@ -184,7 +184,7 @@ def run_worker(rank: int, folder: Path) -> None:
                 "sent": moved.bytes_sent,
                 "received": moved.bytes_received,
                 "wrong": differing_names(new_tensors, shard_of(reshard.new, worker)),
-                "spoilt": differing_names(held_tensors, tensors_before),
+                "overwritten": differing_names(held_tensors, tensors_before),
             }
             held_tensors = new_tensors
     (folder / f"{worker}.json").write_text(json.dumps(results))
@@ -214,7 +214,7 @@ def test_reshard_delivers_each_region_and_sends_only_missing_bytes(
     assert participants == sorted(reshard.participants)
     present = [result for result in results_of_pair if result is not None]
     assert [result["wrong"] for result in present] == [[]] * len(present)
-    assert [result["spoilt"] for result in present] == [[]] * len(present)
+    assert [result["overwritten"] for result in present] == [[]] * len(present)
     bound = lower_bound_bytes(SPECS, reshard)
     assert sum(result["sent"] for result in present) == bound
     assert sum(result["received"] for result in present) == bound

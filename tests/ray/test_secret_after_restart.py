@@ -39,7 +39,7 @@ def test_snapshot_is_read_after_a_restart_of_the_controller(
     """The restarted controller starts the replacement of a lost worker and gives it the secret. The
     snapshot is in a server that the first controller started. No file of the run or of Ray contains
     the secret."""
-    module_folder = tmp_path_factory.mktemp("beside")
+    module_folder = tmp_path_factory.mktemp("module")
     (module_folder / "sitecustomize.py").write_text(WRITE_SECRET)
     monkeypatch.setenv("PYTHONPATH", str(module_folder))
     monkeypatch.setenv("SECRET_FILE", str(module_folder / "secret"))

@@ -141,7 +141,7 @@ def main() -> None:
     }
     is_ray_kept = ray.is_initialized() and signal.getsignal(signal.SIGTERM) is handler_before
     observed |= {"ray_is_kept": is_ray_kept, "left": remaining_actors()}
-    observed["data"] = read_ray_data(storage)  # Ray Data keeps actors of its own
+    observed["data"] = read_ray_data(storage)  # Ray Data keeps its actors
     print(json.dumps(observed, default=str))
 
 
