@@ -104,12 +104,12 @@ def run_in_processes(
     kwargs |= {"recipe": recipe} if recipe else {}
     training_program = TrainingProgram(**kwargs, device="cpu")
     kwargs |= {"device": "cpu"} if program.startswith("pipelines.") else {}
-    policy_of_run = build_policy(min_workers, workers, policy)
+    run_policy = build_policy(min_workers, workers, policy)
     run = open_storage(str(folder))
     shell = shell_kind(run, lease := claim(run), due)
     on_shell(shell)
     options = replace(
-        build_options(folder, settings, faults, policy_of_run, network), profiled=profiled
+        build_options(folder, settings, faults, run_policy, network), profiled=profiled
     )
     post = _with_stop(shell.post, stop_after_losses) if stop_after_losses else shell.post
     post = _with_fleet_faults(_with_listener(post, on_event), injections := [])
@@ -119,13 +119,8 @@ def run_in_processes(
     watchdog = threading.Timer(timeout_s, lambda: shell.post(_Overdue()))
     watchdog.start()
     try:
-        opening = RunOpened(
-            0,
-            policy_of_run,
-            TargetLayout.parse(layout, workers),
-            build_job(settings, training_program),
-        )
-        stopped = shell.run(fleet, opening)
+        target, job = TargetLayout.parse(layout, workers), build_job(settings, training_program)
+        stopped = shell.run(fleet, RunOpened(0, run_policy, target, job))
     finally:
         watchdog.cancel()
     lease.release()
