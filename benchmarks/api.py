@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 from api_rank import FORMS, run_rank
-from elastic_run import started
+from elastic_run import run_command
 from peer_run import bare_own
 from processes import python
 from report import Must, conclude, parser
@@ -44,7 +44,7 @@ def measure_trainer(num_blocks: int, num_steps: int, batch: int, microbatch: int
     script = Path(__file__).with_name("custom_trainer.py")
     with TemporaryDirectory(prefix="api-") as name:
         command = python(script, name, str(NUM_PROCESSES), *numbers)
-        with started(command, Path(name)) as ours:
+        with run_command(command, Path(name)) as ours:
             return side_by_side(
                 f"custom_model, ElasticTrainer, dp={NUM_PROCESSES}, torchrun bare_own.py",
                 ours,

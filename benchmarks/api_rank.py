@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
-from layouts_rank import NUM_COMPARED, TIMEOUT, block, ours
+from layouts_rank import NUM_COMPARED, TIMEOUT, build_product_step, time_block
 from torch.utils.data import DataLoader
 
 from actors.distributed.meshes import form_groups
@@ -45,7 +45,7 @@ def run_rank(
     options = {"world_size": num_ranks, "rank": world_rank, "timeout": TIMEOUT}
     dist.init_process_group("gloo", store=store, **options)
     custom_model = SimpleNamespace(**runpy.run_path(str(CUSTOM_MODEL)))
-    sides = sides_of(custom_model, num_ranks, world_rank, batch, microbatch)
+    sides = build_sides(custom_model, num_ranks, world_rank, batch, microbatch)
     losses = {
         name: [step_of(step) for step in range(1, NUM_COMPARED + 1)]
         for name, step_of in sides.items()
@@ -56,7 +56,7 @@ def run_rank(
     for number in range(num_blocks):
         turn = number % len(sides)
         names = [*list(sides)[turn:], *list(sides)[:turn]]
-        times_s.append({name: block(sides[name], step, num_steps) for name in names})
+        times_s.append({name: time_block(sides[name], step, num_steps) for name in names})
         step += num_steps
     if world_rank == 0:
         (folder / "results.json").write_text(json.dumps({"times_s": times_s, "losses": losses}))
@@ -64,7 +64,7 @@ def run_rank(
     dist.destroy_process_group()
 
 
-def sides_of(
+def build_sides(
     custom_model: Any, num_ranks: int, world_rank: int, batch: int, microbatch: int
 ) -> dict[str, Callable[[int], float]]:
     def train(run: Run) -> None:
@@ -90,7 +90,7 @@ def sides_of(
     sides = {}
     for name, form in zip(FORMS, (recipe, load(train)), strict=True):
         program = TrainingProgram(settings.model_dump(mode="json"), device="cpu", recipe=form)
-        sides[name] = ours(program, groups)
+        sides[name] = build_product_step(program, groups)
     bare = import_module("bare_own")
     sides["bare"] = bare.make_step(custom_model, batch // microbatch, microbatch)
     return sides

@@ -104,5 +104,5 @@ class _SavingReplica(ShardedReplica):
         for spec in self._specs:
             region = region_of(spec, groups.layout, groups.place)
             if region is not None:
-                parts[spec.name] = Part.of(tensors[spec.name], region, spec.shape)
+                parts[spec.name] = Part.from_region(tensors[spec.name], region, spec.shape)
         return parts

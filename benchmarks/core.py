@@ -216,16 +216,16 @@ def time_derivation(
         name: Place(f"n{node}", f"r{node // NODES_PER_RACK}")
         for name, node in zip(names, nodes, strict=True)
     }
-    rules = {"topology": topology, "job": JOB, "memory_bytes": MEMORY_BYTES}
-    old = assign(None, names, generation=1, target_layout=before, **rules)
+    options = {"topology": topology, "job": JOB, "memory_bytes": MEMORY_BYTES}
+    old = assign(None, names, generation=1, target_layout=before, **options)
     assert isinstance(old, Assignment), old
     dead = set(old.members[8_000:8_008])
     living = [name for name in names if name not in dead]
-    tries = [
-        timed(lambda: propose(old, living, generation=2, target_layout=after, **rules))
+    proposals = [
+        timed(lambda: propose(old, living, generation=2, target_layout=after, **options))
         for _ in range(NUM_TIMES)
     ]
-    proposal = tries[0][1]
+    proposal = proposals[0][1]
     assert isinstance(proposal, Proposal), proposal
     new = proposal.assignment
     plan = ReshardPlan(0, 1, old, new, tuple(sorted(set(old.members) - dead)))
@@ -233,7 +233,7 @@ def time_derivation(
     derived = [timed(lambda worker=worker: derive(specs, plan, worker)) for worker in sampled]
     largest = max((transfers for _, transfers in derived), key=lambda t: t.bytes_moved)
     layouts = f"{old.layout} -> {new.layout}"
-    assign_s = [took_s for took_s, _ in tries]
+    assign_s = [took_s for took_s, _ in proposals]
     return Derivation(layouts, assign_s, [took_s for took_s, _ in derived], largest)
 
 
@@ -260,11 +260,11 @@ def main() -> int:
     for before, after in CHANGES:
         derivation = time_derivation(specs, TargetLayout.parse(before), TargetLayout.parse(after))
         show_derivation(derivation, len(specs))
-        for what, times_s in (
+        for timed_part, times_s in (
             ("the assignment", derivation.assign_s),
             ("one worker's transfers", derivation.derive_s),
         ):
-            must = f"{what}, {derivation.layouts}"
+            must = f"{timed_part}, {derivation.layouts}"
             musts.append(Must(must, median(times_s) * 1000, 100, "ms"))
     return conclude(musts, options.check)
 

@@ -29,7 +29,7 @@ class Part(torch.Tensor):
     chunk: ChunkStorageMetadata
 
     @classmethod
-    def of(cls, local: torch.Tensor, region: Region, shape: tuple[int, ...]) -> Part:
+    def from_region(cls, local: torch.Tensor, region: Region, shape: tuple[int, ...]) -> Part:
         part = local.as_subclass(cls)
         part.local, part.full = local, torch.Size(shape)
         part.chunk = ChunkStorageMetadata(torch.Size(region.offsets), torch.Size(region.shape))

@@ -36,14 +36,14 @@ class ElasticRun:
         self.journal += journal.drain()
         self.metrics += metrics.drain()
 
-    def wait_until(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float, awaited: str) -> None:
         """Read lines until the condition holds. Raises `Failed`."""
 
         def holds() -> bool:
             self.read()
             return condition()
 
-        self.program.wait_until(holds, timeout_s, what)
+        self.program.wait_until(holds, timeout_s, awaited)
 
     def lines_of(self, kind: str) -> list[Line]:
         """The journal's lines of one event or command."""
@@ -84,12 +84,12 @@ def elastic_train(
     """Run `elastic train`, with MLflow on, until the block ends."""
     command = [sys.executable, "-m", "pipelines", "train", recipe, "--run-name", RUN_NAME]
     command += ["--storage", str(storage), "--steps", "1000000", *arguments]
-    with started(command, storage, environment) as run:
+    with run_command(command, storage, environment) as run:
         yield run
 
 
 @contextmanager
-def started(
+def run_command(
     command: Sequence[str], storage: Path, environment: Mapping[str, str] = LOCAL
 ) -> Iterator[ElasticRun]:
     """Run a command that trains the run `RUN_NAME` in a storage, until the block ends."""

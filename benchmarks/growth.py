@@ -19,7 +19,7 @@ from elastic_run import ElasticRun, elastic_train
 from processes import kill
 from report import Must, conclude, parser, show_table
 
-SETTLE_STEPS = 20
+STABLE_STEPS = 20
 NUM_BEFORE, NUM_AFTER = 2, 4
 TIMEOUT_S = 180.0
 
@@ -53,16 +53,16 @@ def measure(recipe: str, num_growths: int) -> list[Growth]:
 def _grow(run: ElasticRun, ray: Cluster, number: int) -> Growth:
     """Grow by a new node first, later by killing two workers and awaiting their replacements."""
     if number == 0:
-        run.wait_for_world(NUM_BEFORE, SETTLE_STEPS, TIMEOUT_S)
+        run.wait_for_world(NUM_BEFORE, STABLE_STEPS, TIMEOUT_S)
         ray.add_node(NUM_AFTER - NUM_BEFORE)
     else:
         for worker in run.members()[NUM_BEFORE:]:
             kill(run.pid(worker))
         run.wait_for_world(NUM_BEFORE, 1, TIMEOUT_S)
-    grown = run.wait_for_world(NUM_AFTER, SETTLE_STEPS, TIMEOUT_S)
-    steps = [line for line in run.metrics if line["generation"] == grown]
-    before = next(line for line in reversed(run.metrics) if line["generation"] < grown)
-    resharded = next(line for line in run.lines_of("Resharded") if line["generation"] == grown)
+    generation = run.wait_for_world(NUM_AFTER, STABLE_STEPS, TIMEOUT_S)
+    steps = [line for line in run.metrics if line["generation"] == generation]
+    before = next(line for line in reversed(run.metrics) if line["generation"] < generation)
+    resharded = next(line for line in run.lines_of("Resharded") if line["generation"] == generation)
     step_s = median(after["time"] - before["time"] for before, after in pairwise(steps))
     assert before["world_size"] == NUM_BEFORE, "the growth was not from 2 to 4 at once"
     return Growth(

@@ -2,7 +2,7 @@
 
 Ours is a worker's step: compute, vote, apply. The bare loops, in `peers/`, start from the same
 values, read the same samples, and must have the same losses. `overhead.py` measures what Ray and
-the run's reports cost beside the steps.
+the reports of the run cost in addition to the steps.
 """
 
 from __future__ import annotations

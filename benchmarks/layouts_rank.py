@@ -84,44 +84,44 @@ def measure(case: Case, layout: Layout, world_rank: int) -> Measurement:
     members = tuple(f"w{rank}" for rank in range(layout.num_workers))
     assignment = Assignment(1, layout, members)
     groups = form_groups(assignment, world_rank, program.device, TIMEOUT)
-    sides = ours(program, groups), bare(case, program, layout)
-    first = [[step_of(step) for step in range(1, NUM_COMPARED + 1)] for step_of in sides]
+    sides = build_product_step(program, groups), build_bare_step(case, program, layout)
+    losses = [[step_of(step) for step in range(1, NUM_COMPARED + 1)] for step_of in sides]
     gc.collect()
     gc.freeze()
     step, pairs_s = NUM_COMPARED, []
     for number in range(case.num_blocks):
         times_s = [0.0, 0.0]
-        for which in (0, 1) if number % 2 else (1, 0):
-            times_s[which] = block(sides[which], step, case.num_steps)
+        for side in (0, 1) if number % 2 else (1, 0):
+            times_s[side] = time_block(sides[side], step, case.num_steps)
         step += case.num_steps
         pairs_s.append((times_s[0], times_s[1]))
-    return Measurement(pairs_s, list(zip(*first, strict=True)))
+    return Measurement(pairs_s, list(zip(*losses, strict=True)))
 
 
-def ours(program: TrainingProgram, groups: Groups) -> Callable[[int], float]:
+def build_product_step(program: TrainingProgram, groups: Groups) -> Callable[[int], float]:
     """Our step: compute, vote, apply."""
     replica = program.build(groups)
     regions = {spec: region_of(spec, groups.layout, groups.place) for spec in program.specs()}
     replica.adopt({s.name: program.initial(s, r) for s, r in regions.items() if r is not None})
     interruption = Interruption()
     interruption.running_generation = groups.assignment.generation
-    snapshots = Snapshots("nobody", "", (), every=1, secret=b"")
-    nobody = FaultInjector("nobody")
-    writer = PartWriter("nobody", open_storage("."), program, nobody, lambda event: None)
+    snapshots = Snapshots("benchmark", "", (), every=1, secret=b"")
+    no_faults = FaultInjector("benchmark")
+    writer = PartWriter("benchmark", open_storage("."), program, no_faults, lambda event: None)
     untimed = compute_times(0, program.device)
     stepper = Stepper(
-        groups, replica, 0, interruption, nobody, snapshots, writer, untimed, KeptRecords()
+        groups, replica, 0, interruption, no_faults, snapshots, writer, untimed, KeptRecords()
     )
     return lambda step: stepper.step()[0].loss or 0.0
 
 
-def bare(case: Case, program: TrainingProgram, layout: Layout) -> Callable[[int], float]:
+def build_bare_step(case: Case, program: TrainingProgram, layout: Layout) -> Callable[[int], float]:
     job = import_module("bare").Job(program.settings, program.workload, layout)
     step_of: Callable[[int], float] = import_module(case.script).make_step(job)
     return step_of
 
 
-def block(step_of: Callable[[int], float], after: int, num_steps: int) -> float:
+def time_block(step_of: Callable[[int], float], after: int, num_steps: int) -> float:
     """The mean seconds of a step in a block, over all processes."""
     dist.barrier()
     began = time.perf_counter()

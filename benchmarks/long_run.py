@@ -23,7 +23,7 @@ from report import Must, conclude, parser, show_table
 sys.path += [str(Path(__file__).parents[1] / "tests" / name) for name in ("", "processes")]
 
 from long_runs import LongRun
-from s3 import s3_with_keys
+from s3 import start_s3_with_credentials
 
 from actors.controller.compaction import compact_oldest
 from actors.storage.lease import claim
@@ -48,9 +48,9 @@ def write_run(folder: Path, num_steps: int) -> LongRun:
     storage = open_storage(str(folder))
     storage.write("recipe.json", b"{}")
     claim(storage, actor=ACTOR).let_go()
-    followed = load_history(RunFolder(storage))
-    followed.follow()
-    followed.save()
+    history = load_history(RunFolder(storage))
+    history.follow()
+    history.save()
     return run
 
 
@@ -72,7 +72,7 @@ def copy_to(storage: Storage, folder: Path) -> int:
     return sum(len(LineLog(storage, name).segments()) for name in LOGS)
 
 
-def child(*arguments: str) -> dict[str, Any]:
+def run_child(*arguments: str) -> dict[str, Any]:
     """Run one measurement. Raises `CalledProcessError` after printing its standard error."""
     command = [sys.executable, str(CHILD), *arguments]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
@@ -85,8 +85,8 @@ def child(*arguments: str) -> dict[str, Any]:
 
 def measure(where: str, parent: str, run: str) -> tuple[list[str], list[Must]]:
     """Measure restart and status of a run several times; return a table row and the musts."""
-    restarts = [child("restart", run) for _ in range(NUM_TIMES)]
-    statuses = [child("status", parent, NAME) for _ in range(NUM_TIMES)]
+    restarts = [run_child("restart", run) for _ in range(NUM_TIMES)]
+    statuses = [run_child("status", parent, NAME) for _ in range(NUM_TIMES)]
 
     def middle(rows: list[dict[str, Any]], name: str) -> float:
         return median(row[name] for row in rows)
@@ -101,7 +101,7 @@ def measure(where: str, parent: str, run: str) -> tuple[list[str], list[Must]]:
     ]
 
 
-def with_time(work: Callable[[], Any]) -> tuple[Any, float]:
+def time_call(work: Callable[[], Any]) -> tuple[Any, float]:
     began = time.perf_counter()
     return work(), time.perf_counter() - began
 
@@ -112,15 +112,18 @@ def main() -> int:
     arguments.add_argument("--memory-steps", type=int, default=NUM_MEMORY_STEPS)
     arguments.add_argument("--folder", type=Path, help="keep the written run here and reuse it")
     options = arguments.parse_args()
-    with TemporaryDirectory(prefix="elastic-long-run-") as name, s3_with_keys() as server:
+    with (
+        TemporaryDirectory(prefix="elastic-long-run-") as name,
+        start_s3_with_credentials() as server,
+    ):
         local = options.folder or Path(name)
         written_s = 0.0
         if not (local / NAME / "history.json").exists():
-            _, written_s = with_time(lambda: write_run(local / NAME, options.steps))
+            _, written_s = time_call(lambda: write_run(local / NAME, options.steps))
         sizes = [(local / NAME / log).stat().st_size / options.steps for log in LOGS]
         rows, musts = [], []
         storage = open_storage(server.url).at(NAME)
-        num_segments, copied_s = with_time(lambda: copy_to(storage, local / NAME))
+        num_segments, copied_s = time_call(lambda: copy_to(storage, local / NAME))
         for where, parent, folder in (
             ("disk", str(local), str(local / NAME)),
             ("S3", server.url, storage.url),
@@ -128,7 +131,7 @@ def main() -> int:
             row, more = measure(where, parent, folder)
             rows.append(row)
             musts += more
-        memory = child("memory", str(Path(name) / "memory"), str(options.memory_steps))
+        memory = run_child("memory", str(Path(name) / "memory"), str(options.memory_steps))
     columns = ["", "heard", "running", "status"]
     show_table(f"a run of {options.steps:,} steps, one a second", columns, rows)
     facts = [

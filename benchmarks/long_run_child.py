@@ -180,8 +180,8 @@ def memory(folder: str, num_steps: int) -> dict[str, float]:
                 sent = step
             done += isinstance(commands.get(timeout=TIMEOUT_S), RecordStep)
             if done == num_steps // 5 and first == (0, 0):
-                first = _held()
-        last, taken_s = _held(), time.perf_counter() - began
+                first = _memory_in_use()
+        last, taken_s = _memory_in_use(), time.perf_counter() - began
     num_more = num_steps - num_steps // 5
     return {
         "blocks_per_step": (last[0] - first[0]) / num_more,
@@ -197,7 +197,7 @@ def _write_part(folder: str, part: PartWritten) -> None:
     (checkpoint / part.file.name).write_bytes(bytes(part.file.num_bytes))
 
 
-def _held() -> tuple[int, int]:
+def _memory_in_use() -> tuple[int, int]:
     """Python's allocated blocks, and resident bytes."""
     gc.collect()
     return sys.getallocatedblocks(), psutil.Process().memory_info().rss

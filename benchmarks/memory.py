@@ -64,7 +64,7 @@ def run_rank(world_rank: int, folder: Path) -> None:
         replica = program.build(groups)
         regions = {spec: region_of(spec, layout, groups.place) for spec in program.specs()}
         replica.adopt({s.name: program.initial(s, r) for s, r in regions.items() if r is not None})
-        replica.compute(1, _never)
+        replica.compute(1, _interrupt_never)
         torch.save(replica.state_bytes(), folder / f"{layout}-{world_rank}.pt")
         del replica
         dist.destroy_process_group()
@@ -93,8 +93,8 @@ def main() -> int:
         formula = measured.formula(num_params)
         pairs = [*zip(measured.parts, formula, strict=True), (sum(measured.parts), sum(formula))]
         rows.append([_name(measured.layout), *(_cell(*pair) for pair in pairs)])
-        off = max(abs(a / b - 1) for a, b in zip(measured.parts, formula, strict=True))
-        musts.append(Must(f"{_name(measured.layout)}: off the formula", off * 100, 5, "%"))
+        deviation = max(abs(a / b - 1) for a, b in zip(measured.parts, formula, strict=True))
+        musts.append(Must(f"{_name(measured.layout)}: off the formula", deviation * 100, 5, "%"))
     columns = ["layout", "parameters", "gradients", "optimizer", "all"]
     show_table(f"MB a worker, measured (formula): {num_params:,} parameters", columns, rows)
     return conclude(musts, options.check)
@@ -108,7 +108,7 @@ def _cell(measured: float, formula: float) -> str:
     return f"{measured / 1e6:.3f} ({formula / 1e6:.3f})"
 
 
-def _never() -> None:
+def _interrupt_never() -> None:
     """The `interrupt` that never raises."""
 
 

@@ -50,14 +50,14 @@ class PeerRun:
     def __post_init__(self) -> None:
         self._tail = Tail(LineLog(DiskStorage(self.folder), "steps.jsonl"))
 
-    def wait_until(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float, awaited: str) -> None:
         """Read lines until the condition holds. Raises `Failed`."""
 
         def holds() -> bool:
             self.steps += self._tail.drain()
             return condition()
 
-        self.program.wait_until(holds, timeout_s, what)
+        self.program.wait_until(holds, timeout_s, awaited)
 
     def pid(self, world_rank: int) -> int:
         return int((self.folder / f"pid-{world_rank}").read_text())
@@ -100,7 +100,7 @@ def bare_own(num_workers: int, *arguments: str) -> Peer:
 
 
 def free_ports(number: int) -> list[str]:
-    """Ports that are currently free."""
+    """Find ports that are currently free."""
     with ExitStack() as stack:
         sockets = [stack.enter_context(socket.socket()) for _ in range(number)]
         for sock in sockets:

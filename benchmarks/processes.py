@@ -46,14 +46,14 @@ class Program:
             _send(process, signal.SIGSTOP)
         return family
 
-    def wait_until(self, condition: Callable[[], bool], timeout_s: float, what: str) -> None:
+    def wait_until(self, condition: Callable[[], bool], timeout_s: float, awaited: str) -> None:
         """Raises `Failed`, with the end of the log, on timeout or if the program ends."""
         deadline = time.monotonic() + timeout_s
         while not condition():
             if self.process.poll() is not None:
-                raise Failed(f"{self.name} ended before {what}\n{self.tail()}")
+                raise Failed(f"{self.name} ended before {awaited}\n{self.tail()}")
             if time.monotonic() > deadline:
-                raise Failed(f"{self.name}: {what} took over {timeout_s:.0f} s\n{self.tail()}")
+                raise Failed(f"{self.name}: {awaited} took over {timeout_s:.0f} s\n{self.tail()}")
             time.sleep(POLL_S)
 
     def tail(self, num_lines: int = 30) -> str:
@@ -67,10 +67,10 @@ class Program:
             deadline = time.monotonic() + GRACE_S
             while self.process.poll() is None and time.monotonic() < deadline:
                 time.sleep(POLL_S)
-        while left := self.family():
-            for process in left:
+        while remaining := self.family():
+            for process in remaining:
                 _send(process, signal.SIGKILL)
-            psutil.wait_procs(left, timeout=5.0)
+            psutil.wait_procs(remaining, timeout=5.0)
         self.process.wait()
 
 

@@ -22,7 +22,7 @@ from processes import kill
 from report import Must, conclude, console, parser, show_table
 
 NUM_WORKERS = 4
-SETTLE_STEPS = 8
+STABLE_STEPS = 8
 """Undisturbed steps before the next kill."""
 KILL_PHASE = 5
 """Peers are killed halfway between two of their checkpoints."""
@@ -76,9 +76,9 @@ def measure_ours(layout: str, num_kills: int) -> Result:
 
 def kill_ours(run: ElasticRun, number: int) -> Recovery:
     """Kill a member after all have joined, another each time; wait for the next new step."""
-    generation = run.wait_for_world(NUM_WORKERS, SETTLE_STEPS, START_TIMEOUT_S)
+    generation = run.wait_for_world(NUM_WORKERS, STABLE_STEPS, START_TIMEOUT_S)
     victim = run.members()[-1 - number % NUM_WORKERS]
-    killed = kill(run.pid(victim))
+    killed_at = kill(run.pid(victim))
 
     def recovered() -> bool:
         return run.metrics[-1]["generation"] > generation
@@ -90,18 +90,18 @@ def kill_ours(run: ElasticRun, number: int) -> Recovery:
     )
     after = [line for line in run.metrics if line["generation"] > generation]
     first = next(line for line in after if line["step"] > highest)
-    return Recovery(first["time"] - killed, after.index(first), _parts(run, killed, first))
+    return Recovery(first["time"] - killed_at, after.index(first), _parts(run, killed_at, first))
 
 
-def _parts(run: ElasticRun, killed: float, first: dict[str, Any]) -> tuple[float, ...]:
+def _parts(run: ElasticRun, killed_at: float, first: dict[str, Any]) -> tuple[float, ...]:
     """The time of each phase by the journal's clock; `PARTS` names them."""
     generation = first["generation"]
-    aborted = next(line["time"] for line in run.lines_of("Abort") if line["time"] >= killed)
+    aborted = next(line["time"] for line in run.lines_of("Abort") if line["time"] >= killed_at)
     formed, resharded, resumed = (
         next(line["time"] for line in run.lines_of(kind) if line["generation"] == generation)
         for kind in ("Form", "Reshard", "Resume")
     )
-    moments = (killed, aborted, formed, resharded, resumed, first["time"])
+    moments = (killed_at, aborted, formed, resharded, resumed, first["time"])
     return tuple(after - before for before, after in pairwise(moments))
 
 
@@ -118,13 +118,13 @@ def _kill_peer(run: PeerRun, number: int) -> Recovery:
         if not run.steps or run.steps[-1]["world_size"] != NUM_WORKERS:
             return False
         last = run.steps[-1]
-        recent = run.steps[-SETTLE_STEPS:]
-        settled = len(recent) == SETTLE_STEPS and recent[0]["attempt"] == last["attempt"]
-        return settled and last["step"] % 10 == KILL_PHASE
+        recent = run.steps[-STABLE_STEPS:]
+        is_same_attempt = len(recent) == STABLE_STEPS and recent[0]["attempt"] == last["attempt"]
+        return is_same_attempt and last["step"] % 10 == KILL_PHASE
 
-    run.wait_until(is_stable, START_TIMEOUT_S, f"{SETTLE_STEPS} steps of {NUM_WORKERS} workers")
+    run.wait_until(is_stable, START_TIMEOUT_S, f"{STABLE_STEPS} steps of {NUM_WORKERS} workers")
     attempt, num_before = run.steps[-1]["attempt"], len(run.steps)
-    killed = kill(run.pid(NUM_WORKERS - 1 - number % NUM_WORKERS))
+    killed_at = kill(run.pid(NUM_WORKERS - 1 - number % NUM_WORKERS))
 
     def new_steps() -> list[int]:
         """The indices of new steps among the lines after the recovery."""
@@ -136,7 +136,7 @@ def _kill_peer(run: PeerRun, number: int) -> Recovery:
 
     run.wait_until(lambda: bool(new_steps()), RECOVERY_TIMEOUT_S, "recovery")
     num_redone = new_steps()[0]
-    return Recovery(recovered()[num_redone]["time"] - killed, num_redone)
+    return Recovery(recovered()[num_redone]["time"] - killed_at, num_redone)
 
 
 def show(results: Sequence[Result]) -> None:
@@ -171,7 +171,7 @@ def musts(results: Sequence[Result]) -> list[Must]:
     for peer, factor in ((TORCHRUN, 8), (RAY_TRAIN, 20)):
         for result in results:
             if result.name == peer.name and ours:
-                ratio = result.median_s / max(own.median_s for own in ours)
+                ratio = result.median_s / max(our_result.median_s for our_result in ours)
                 bounds.append(Must(f"{peer.name} against our slower", ratio, factor, "times", True))
     return bounds
 

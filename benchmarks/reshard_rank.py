@@ -153,7 +153,7 @@ class Site:
         messages = self.messages(self.specs, held)
         sent = self.total(sum(size for kind, _, size in messages if kind == "send"))
         kinds = {}
-        for kind, specs in apart(self.specs, self.reshard).items():
+        for kind, specs in split_by_packing(self.specs, self.reshard).items():
             rounds = self.time_kind(specs, held)
             if rounds is not None:
                 kinds[kind] = rounds
@@ -184,7 +184,7 @@ class Site:
         if group is None:
             transfers = replace(transfers, sends=[], receives=[])
         parts = {} if transfers.own_part is None else {transfers.own_part: held}
-        return move(specs, transfers, parts, group, CPU, never)[0]
+        return move(specs, transfers, parts, group, CPU, interrupt_never)[0]
 
     def time_kind(self, specs: Specs, held: dict[str, Tensor]) -> Rounds | None:
         messages = self.messages(specs, held)
@@ -220,7 +220,11 @@ class Site:
 
     def parts(self, regions: dict[int, Region], tensors: dict[str, Tensor]) -> dict[str, Part]:
         specs = [(self.specs[index], region) for index, region in regions.items()]
-        return {s.name: Part.of(tensors[s.name], r, s.shape) for s, r in specs if r.num_elements}
+        return {
+            s.name: Part.from_region(tensors[s.name], r, s.shape)
+            for s, r in specs
+            if r.num_elements
+        }
 
     def shared_folder(self) -> Path:
         folder = [mkdtemp(prefix="reshard-", dir=TMPFS) if self.rank == 0 else ""]
@@ -285,7 +289,7 @@ def run_rank(rank: int, job: Job) -> None:
         dist.destroy_process_group()
 
 
-def apart(specs: Specs, reshard: ReshardPlan) -> dict[str, Specs]:
+def split_by_packing(specs: Specs, reshard: ReshardPlan) -> dict[str, Specs]:
     """Split the tensors into those without packing, whose pieces are contiguous on both sides and
     sent alone, and all others."""
     packed_indices = set()
@@ -333,5 +337,5 @@ def resident_bytes(field_name: str) -> int:
     return int(line.split()[1]) * 1024
 
 
-def never() -> None:
+def interrupt_never() -> None:
     """The `interrupt` that never raises."""

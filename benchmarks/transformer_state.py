@@ -44,17 +44,19 @@ def transformer_state(megabytes: int, has_experts: bool) -> tuple[TensorSpec, ..
 def lower_bound_bytes(specs: tuple[TensorSpec, ...], reshard: ReshardPlan) -> int:
     """The bytes of all new regions minus those that their workers already hold."""
     assert reshard.old is not None
-    total = 0
+    total_bytes = 0
     for spec in specs:
         for worker in reshard.new.members:
             new_layout, new_rank = reshard.new.layout, reshard.new.world_rank(worker)
-            wanted = _indices(spec, new_layout, new_rank)
-            held = [torch.empty(0, dtype=torch.int64)] * len(wanted)
+            new_indices = _indices(spec, new_layout, new_rank)
+            old_indices = [torch.empty(0, dtype=torch.int64)] * len(new_indices)
             if worker in reshard.holders:
-                held = _indices(spec, reshard.old.layout, reshard.old.world_rank(worker))
-            both = [int(torch.isin(a, b).sum()) for a, b in zip(wanted, held, strict=True)]
-            total += (prod(map(len, wanted)) - prod(both)) * spec.itemsize_bytes
-    return total
+                old_indices = _indices(spec, reshard.old.layout, reshard.old.world_rank(worker))
+            num_common = [
+                int(torch.isin(a, b).sum()) for a, b in zip(new_indices, old_indices, strict=True)
+            ]
+            total_bytes += (prod(map(len, new_indices)) - prod(num_common)) * spec.itemsize_bytes
+    return total_bytes
 
 
 def _indices(spec: TensorSpec, layout: Layout, world_rank: int) -> list[torch.Tensor]:
@@ -68,10 +70,10 @@ def _indices(spec: TensorSpec, layout: Layout, world_rank: int) -> list[torch.Te
             return [torch.empty(0, dtype=torch.int64) for _ in indices]
     inner, outer = (tp, layout.tp, spec.tp_dim), (fsdp, layout.fsdp, spec.fsdp_dim)
     if spec.ep_dim is not None:
-        place = (fsdp * layout.cp + cp) * layout.tp + tp
+        position = (fsdp * layout.cp + cp) * layout.tp + tp
         num_groups = layout.fsdp * layout.cp * layout.tp // layout.ep
-        inner = (place % layout.ep, layout.ep, spec.ep_dim)
-        outer = (place // layout.ep, num_groups, spec.fsdp_dim)
+        inner = (position % layout.ep, layout.ep, spec.ep_dim)
+        outer = (position // layout.ep, num_groups, spec.fsdp_dim)
     for index, degree, dim in (inner, outer):
         if dim is not None:
             chunks = indices[dim].chunk(degree)

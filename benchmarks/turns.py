@@ -44,16 +44,16 @@ class Side:
     def block(self, num_steps: int) -> float | None:
         """Train `num_steps` complete steps; return the seconds per step, or None if the block
         would stop the other side for too long."""
-        thawed = thaw(self.frozen)
+        thawed_at = thaw(self.frozen)
 
         def times() -> list[float]:
             recent = self.lines()[-2 * num_steps - 4 :]
-            return [line["time"] for line in recent if line["time"] > thawed]
+            return [line["time"] for line in recent if line["time"] > thawed_at]
 
-        def over() -> bool:
-            return len(times()) > num_steps or time.time() - thawed > LONGEST_BLOCK_S
+        def is_over() -> bool:
+            return len(times()) > num_steps or time.time() - thawed_at > LONGEST_BLOCK_S
 
-        self.run.wait_until(over, START_TIMEOUT_S, f"a block of {num_steps} steps")
+        self.run.wait_until(is_over, START_TIMEOUT_S, f"a block of {num_steps} steps")
         self.frozen = self.run.program.freeze()
         stamps = times()
         if len(stamps) <= num_steps:
@@ -137,7 +137,8 @@ def side_by_side(
         pairs_s = take_turns(sides, num_blocks, num_steps)
         num_aborts = len(ours.lines_of("Abort"))
         losses = [
-            (mine["loss"], its["loss"]) for mine, its in zip(ours.metrics, bare.steps, strict=False)
+            (our_line["loss"], bare_line["loss"])
+            for our_line, bare_line in zip(ours.metrics, bare.steps, strict=False)
         ][:WARM_UP_STEPS]
     return Comparison(title, pairs_s, losses, num_blocks - len(pairs_s), num_aborts)
 
@@ -149,8 +150,8 @@ def take_turns(
     pairs_s = []
     for number in range(num_blocks):
         times_s: list[float | None] = [None, None]
-        for which in (0, 1) if number % 2 else (1, 0):
-            times_s[which] = sides[which].block(num_steps)
+        for side in (0, 1) if number % 2 else (1, 0):
+            times_s[side] = sides[side].block(num_steps)
         ours_s, bare_s = times_s
         if ours_s is not None and bare_s is not None:
             pairs_s.append((ours_s, bare_s))

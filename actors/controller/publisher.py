@@ -85,7 +85,7 @@ class Publisher:
         self._post(Checkpointed(order.step, order.generation, url))
 
     def _remove(self) -> None:
-        """Remove checkpoints, each one's manifest first, so that a half removed one is invisible.
+        """Remove checkpoints, the manifest first, so that a half removed checkpoint is invisible.
         If storage refuses, retry before the next order, after the other checkpoints."""
         removed: list[tuple[int, int]] = []
         try:

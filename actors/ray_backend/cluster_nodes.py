@@ -22,13 +22,13 @@ NUM_TRIES = 3
 
 @dataclass(frozen=True)
 class NodeSeen:
-    """A living node. `told` is its clock, read between the two times `between` of this machine's
+    """A living node. `clock_s` is its clock, read between the two times `between` of this machine's
     clock, in seconds since the epoch. `trouble` says why the query failed, or is empty."""
 
     address: str
     resources: dict[str, float]
     software: dict[str, str] = field(default_factory=dict)
-    told: float | None = None
+    clock_s: float | None = None
     between: tuple[float, float] = (0.0, 0.0)
     trouble: str = ""
 

@@ -53,7 +53,7 @@ class RaySnapshotServer(DetachedActor):
         return self._server.snapshot_server
 
     def report(self, generation: int) -> SnapshotServerReported:
-        return self._server.told(generation)
+        return self._server.report(generation)
 
     def forget(self, generation: int) -> None:
         self._server.forget(generation)

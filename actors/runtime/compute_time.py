@@ -4,7 +4,7 @@ In synchronous training all workers' steps last equally long, so the step time s
 The time that a thread spends on a processor, or queued for one, excludes its waits for other
 workers: it sleeps through these. Queue time counts, since a machine that is busy with other work is
 as slow as one with a low clock. On a GPU the host thread only launches kernels, and the device
-waits amid its work. There, the same matrix product is timed with events now and then.
+waits within its work. There, the same matrix product is timed with events now and then.
 """
 
 from __future__ import annotations

@@ -12,7 +12,7 @@ Moment = Literal[
     "apply",
     "rolling_forward",
     "forming",
-    "relaying",
+    "resharding",
     "evaluation",
     "snapshot",
     "writing",
@@ -33,7 +33,7 @@ class Fault:
     - `rolling_forward`: this worker applies a decided vote after an abort.
     - `snapshot`: its own copy of the step exists, and the copies elsewhere do not.
     - `writing`, `written`: its part of the step's checkpoint is about to be, or is, durable.
-    - `forming`, `relaying` (resharding): these belong to no step; `step` is the first step that the
+    - `forming`, `resharding`: these belong to no step; `step` is the first step that the
       generation would train.
     """
 

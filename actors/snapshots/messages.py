@@ -51,7 +51,7 @@ def receive_into(sock: socket.socket, memory: memoryview) -> None:
     while memory:
         num_bytes = sock.recv_into(memory)
         if not num_bytes:
-            raise ConnectionError("the other side closed the connection amid a snapshot")
+            raise ConnectionError("the other side closed the connection during a snapshot")
         memory = memory[num_bytes:]
 
 

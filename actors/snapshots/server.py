@@ -65,7 +65,7 @@ class SnapshotHost:
         self.snapshot_server = SnapshotServer(node, rack, name, host, port)
         AuthenticatedServer((local_listener, tcp_listener), secret, self._serve)
 
-    def told(self, generation: int) -> SnapshotServerReported:
+    def report(self, generation: int) -> SnapshotServerReported:
         """Report the complete snapshots and parities, as the answer to a query of a generation."""
         with self._lock:
             buffers, parities = sorted(self._buffers.items()), sorted(self._parities.items())
@@ -272,7 +272,7 @@ def host_snapshot_server(
             continue
         is_query, generation = message
         if is_query:
-            pipe.send(server.told(generation))
+            pipe.send(server.report(generation))
         else:
             server.forget(generation)
 

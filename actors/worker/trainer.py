@@ -128,7 +128,7 @@ class Trainer:
         """Bring this worker's part of the state into place; acknowledge it by `StateReady`."""
         began = time.perf_counter()
         plan, assignment = self.order.plan, self.order.assignment
-        self.faults.at("relaying", plan.step + 1)
+        self.faults.at("resharding", plan.step + 1)
         with self.interruption.leavable():
             tensors, moved, needed = self._fetch(command)
         held = StateBytes(0, 0, 0)

@@ -1,4 +1,4 @@
-"""Audits: replicas are compared, and a majority tells which worker's state is corrupt."""
+"""Audits: replicas are compared, and a majority shows which worker's state is corrupt."""
 
 from __future__ import annotations
 
@@ -87,7 +87,7 @@ def _continue_without(state: ControllerState, now: float, culprits: Sequence[str
 def _undecided_text(event: Audited, splits: Sequence[AuditSplit]) -> str:
     suspects = sorted({worker for split in splits for group in split for worker in group})
     text = f"{_listed(suspects)} hold different bits of the same state at step {event.step}"
-    return f"{text}, and no majority tells which are right"
+    return f"{text}, and no majority shows which are right"
 
 
 def _roll_back(state: ControllerState, cause: str, obstacle: str) -> None:

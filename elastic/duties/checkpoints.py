@@ -331,8 +331,8 @@ def _expect_early(state: ControllerState, now: float, event: PartWritten | PartF
 
 
 def _order_parts(state: ControllerState, now: float, held: HeldState) -> SaveCheckpoint:
-    """Order the last checkpoint under a new generation number, which tells its parts from late
-    parts of a failed attempt at the same step."""
+    """Order the last checkpoint under a new generation number, which distinguishes its parts from
+    late parts of a failed attempt at the same step."""
     state.generation += 1
     step, workers = state.committed_step, tuple(sorted(held.holders))
     open_upload(state, now, state.generation, step, held.holders, held.assignment)

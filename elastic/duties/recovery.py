@@ -169,6 +169,6 @@ def _holding(
 
 def _checkpoint_holdings(state: ControllerState) -> Iterator[Holding]:
     """The initial state and the saved checkpoints."""
-    yield Holding("anybody", Tier.INITIAL, 0, INITIAL_STEP, 0)
+    yield Holding("initial", Tier.INITIAL, 0, INITIAL_STEP, 0)
     for saved in state.checkpoints.saved:
         yield Holding(saved.path, Tier.CHECKPOINT, state.lineage, saved.step, saved.generation)

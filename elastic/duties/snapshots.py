@@ -153,8 +153,8 @@ def begin_snapshot_set(state: ControllerState, now: float) -> None:
 
 
 def drop_older(state: ControllerState) -> list[Command]:
-    """Free the snapshots of earlier generations once this one's are whole, or none is needed. Also
-    stop snapshot servers on nodes without workers."""
+    """Free the snapshots of earlier generations once those of this generation are whole, or none is
+    needed. Also stop snapshot servers on nodes without workers."""
     if len(state.snapshots.sets) < 2 or state.snapshots.wanted is None:
         return []
     if state.snapshots.wanted and not has_snapshots(state):

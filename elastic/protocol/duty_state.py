@@ -321,7 +321,7 @@ class CheckpointDuty(Duty):
     """Step and generation of useless checkpoints in storage: voided, or never to be complete."""
     voided: tuple[VoidedCheckpoints, ...] = ()
     held_out_losses: dict[str, float] = field(default_factory=dict)
-    """By step, as far as needed to tell which checkpoint is the best."""
+    """By step, as far as needed to choose the best checkpoint."""
     save_at: float | None = None
     """When a checkpoint is due apart from multiples of steps."""
     is_save_requested: bool = False

@@ -29,7 +29,7 @@ class Tokenizer(Protocol):
         """The tokens of each text, without separators: 1-D integer arrays."""
 
     def decode(self, tokens: Sequence[int]) -> str:
-        """The text of tokens; separators are left out."""
+        """The text of tokens; separators are skipped."""
 
 
 class ByteTokenizer:

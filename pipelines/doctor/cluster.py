@@ -37,8 +37,8 @@ def _node(node: NodeSeen) -> Iterator[Finding]:
         yield Finding(check, node.trouble, "failed", fix)
         return
     yield node_software(check, node.software, own_software())
-    assert node.told is not None
-    yield clock(check, node.told, node.between)
+    assert node.clock_s is not None
+    yield clock(check, node.clock_s, node.between)
 
 
 def node_software(check: str, theirs: dict[str, str], ours: dict[str, str]) -> Finding:

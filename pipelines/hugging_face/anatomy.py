@@ -87,7 +87,11 @@ def anatomy_of(model: nn.Module) -> Anatomy:
         refused=tuple(refused),
     )
     shape = ModelShape(
-        layers, limits, {} if no_tp else styles, sequence_parallel=False, stand_in=placeholder_for
+        layers,
+        limits,
+        {} if no_tp else styles,
+        sequence_parallel=False,
+        make_substitute=placeholder_for,
     )
     return Anatomy(embedding, blocks, head, shape, shape.style_of(head) == "logits")
 

@@ -38,7 +38,7 @@ class Loop:
         """Whether a step is being computed."""
         return self._thread.is_busy
 
-    def begin_anew(self) -> None:
+    def restart_script(self) -> None:
         """Abandon the running script, and run it up to its first step again."""
         self._abandon()
         self._begin()
@@ -49,7 +49,7 @@ class Loop:
         Raises what the body raises.
         """
         if self.is_busy:
-            self.begin_anew()
+            self.restart_script()
         thread, part = self._thread, self._part
         step.on_enter = partial(part.open, module, step)
         try:

@@ -17,11 +17,8 @@ _SENTENCE = re.compile(
     r"(?: (?:in|while|in the) (?P<moment>[a-z-]+))?"
     r" (?:at|of|in|before|after) step (?P<step>[0-9]{1,12})"
 )
-_SHOWN = {
-    "resharding" if moment == "relaying" else moment.replace("_", "-"): moment for moment in MOMENTS
-}
+_MOMENTS = {moment.replace("_", "-"): moment for moment in MOMENTS}
 """Moments as the sentences name them."""
-_MOMENTS = {**_SHOWN, "relaying": "relaying", "re-laying-out": "relaying"}
 EXAMPLES = (
     "kill worker 3 at step 60; kill workers 1 and 2 in vote at step 80; stop worker 0 at step 20; "
     "remove worker 2 at step 40; kill worker 1 while forming before step 61; "
@@ -45,7 +42,7 @@ def parse_faults(
         if match is None or moment is None:
             raise UserError(
                 f"--inject {sentence!r} is not understood; write e.g. {EXAMPLES} "
-                f"(moments: {', '.join(_SHOWN)})"
+                f"(moments: {', '.join(_MOMENTS)})"
             )
         step, action = int(match["step"]), match["action"].split()[0]
         factor = float(match["factor"] or 1.0)

@@ -90,7 +90,7 @@ class TrainingProgram:
         self.workload.reach()
         warm_up(self.workload, self.settings, self.device, self._replica)
         if self.loop is not None:
-            self.loop.begin_anew()
+            self.loop.restart_script()
 
     def build(self, groups: Groups) -> ShardedReplica:
         """This rank's part under an assignment: shapes, no values yet."""

@@ -16,7 +16,7 @@ NEEDS_GPU = [
 ]
 
 
-def claim_a_host() -> None:
+def claim_separate_host() -> None:
     """NCCL refuses two ranks on one GPU of one host; call this before it is first used.
 
     Ranks on different hosts communicate through sockets, here over the loopback interface.
@@ -28,7 +28,7 @@ def claim_a_host() -> None:
 
 def program(settings: dict[str, Any]) -> TrainingProgram:
     """The training program of a worker on the shared GPU."""
-    claim_a_host()
+    claim_separate_host()
     return TrainingProgram(settings, device="cuda")
 
 

@@ -27,7 +27,7 @@ def reported_times(num_reports: int) -> list[float]:
     return reports
 
 
-def alone_and_not() -> tuple[float, float]:
+def measure_alone_and_shared() -> tuple[float, float]:
     """Run in a separate process, since the kernels that occupy the GPU end only with it."""
     reported_times(3)  # the first products of a process choose their kernels
     alone = sorted(reported_times(5))[2]
@@ -36,7 +36,7 @@ def alone_and_not() -> tuple[float, float]:
     return alone, sorted(reported_times(30))[15]
 
 
-def test_a_slow_gpu_is_distinguished_from_others() -> None:
+def test_shared_gpu_reports_a_longer_compute_time() -> None:
     with ProcessPoolExecutor(1, get_context("spawn")) as pool:
-        alone, beside_others = pool.submit(alone_and_not).result(timeout=120)
+        alone, beside_others = pool.submit(measure_alone_and_shared).result(timeout=120)
     assert beside_others > 1.5 * alone

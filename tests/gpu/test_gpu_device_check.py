@@ -19,7 +19,7 @@ BUSY_CYCLES = 4_000_000_000
 TIMEOUT_S = 120.0
 
 
-def test_a_working_device_passes_beside_a_long_kernel() -> None:
+def test_working_device_passes_beside_a_long_kernel() -> None:
     device = torch.device("cuda")
     check = DeviceCheck(kernel_on(device))
     assert check.failure() is None
@@ -42,7 +42,7 @@ def break_device(kinds_queue: Any) -> None:
     kinds_queue.put("" if failure is None else kind_of(failure))
 
 
-def test_a_device_stopped_by_an_assertion_is_broken() -> None:
+def test_device_after_a_device_side_assertion_is_broken() -> None:
     context = get_context("spawn")
     kinds_queue = context.Queue()
     process = context.Process(target=break_device, args=(kinds_queue,))

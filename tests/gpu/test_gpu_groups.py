@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from one_gpu import NEEDS_GPU, claim_a_host
+from one_gpu import NEEDS_GPU, claim_separate_host
 from torch.multiprocessing import start_processes
 
 from actors.distributed.groups import Formation
@@ -36,7 +36,7 @@ HOST = "127.0.0.1"
 WORKERS = ("a", "b")
 TIMEOUT_S = 60.0
 BREAK_AFTER_S = 0.5
-UNBLOCKED_S = 10.0
+MAX_BLOCKED_S = 10.0
 
 SHARDED = Assignment(1, Layout(fsdp=2), WORKERS)
 TARGETS = {
@@ -52,106 +52,108 @@ SPECS = (
 )
 
 
-def never() -> None:
+def interrupt_never() -> None:
     """The `interrupt` that never raises."""
 
 
-def in_two_processes(run: Callable[..., None], argument: Any) -> None:
+def run_in_two_processes(run: Callable[..., None], argument: Any) -> None:
     """Call `run(rank, port of a store, argument)` in two processes; fail if either fails."""
     set_forkserver_preload(["actors.distributed.groups"])
     store = open_store(HOST)
     start_processes(run, (store.port, argument), 2, start_method="forkserver")
 
 
-def formation_of(worker: str, reshard: ReshardPlan, port: int) -> Formation:
+def form_group(worker: str, reshard: ReshardPlan, port: int) -> Formation:
     order = Form(reshard.new.generation, reshard.new, reshard, HOST, port)
     formation = Formation(worker, order, DEVICE, TIMEOUT_S)
     formation.form()
     return formation
 
 
-def meet(worker: str, generation: int, port: int) -> Formation:
+def form_generation(worker: str, generation: int, port: int) -> Formation:
     assignment = Assignment(generation, Layout(dp=2), WORKERS)
-    return formation_of(worker, ReshardPlan(0, 0, None, assignment), port)
+    return form_group(worker, ReshardPlan(0, 0, None, assignment), port)
 
 
-def summed(formation: Formation) -> float:
+def all_reduce_ones(formation: Formation) -> float:
     ones = torch.ones(1, device=DEVICE)
     formation.groups.world.allreduce([ones]).wait()
     return ones.item()
 
 
-def blocked_s(formation: Formation) -> float:
+def time_blocked_collective(formation: Formation) -> float:
     """The time for which a collective without its peer blocks until the abort."""
     began = time.monotonic()
     threading.Timer(BREAK_AFTER_S, formation.break_off).start()
     with suppress(RuntimeError):
-        summed(formation)  # after an abort NCCL may also return, with garbage
+        all_reduce_ones(formation)  # after an abort NCCL may also return, with garbage
     return time.monotonic() - began
 
 
-def abort_and_meet_again(rank: int, port: int, folder: Path) -> None:
+def abort_and_form_again(rank: int, port: int, folder: Path) -> None:
     """Run one of two processes: `a` blocks and is aborted, `b` is absent; then both form again."""
-    claim_a_host()
+    claim_separate_host()
     worker = WORKERS[rank]
-    formation = meet(worker, 1, port)
-    results = {"first": summed(formation)}
+    formation = form_generation(worker, 1, port)
+    results = {"first": all_reduce_ones(formation)}
     if worker == "a":
-        results["blocked_s"] = blocked_s(formation)
+        results["blocked_s"] = time_blocked_collective(formation)
     store = dist.TCPStore(HOST, port, is_master=False)
-    store.set(f"{worker} is through", "") if worker == "a" else store.wait(["a is through"])
+    store.set(f"{worker} is done", "") if worker == "a" else store.wait(["a is done"])
     formation.break_off()
     formation.dissolve()
-    formation = meet(worker, 2, port)
-    results["second"] = summed(formation)
+    formation = form_generation(worker, 2, port)
+    results["second"] = all_reduce_ones(formation)
     formation.dissolve()
     (folder / worker).write_text(json.dumps(results))
 
 
-def test_an_abort_unblocks_and_the_same_processes_form_again(tmp_path: Path) -> None:
-    in_two_processes(abort_and_meet_again, tmp_path)
+def test_abort_unblocks_a_collective_and_the_processes_form_again(tmp_path: Path) -> None:
+    run_in_two_processes(abort_and_form_again, tmp_path)
     results = {worker: json.loads((tmp_path / worker).read_text()) for worker in WORKERS}
     assert [results[worker]["first"] for worker in WORKERS] == [2.0, 2.0]
     assert [results[worker]["second"] for worker in WORKERS] == [2.0, 2.0]
-    assert BREAK_AFTER_S * 0.9 < results["a"]["blocked_s"] < UNBLOCKED_S
+    assert BREAK_AFTER_S * 0.9 < results["a"]["blocked_s"] < MAX_BLOCKED_S
 
 
-def whole(spec: TensorSpec) -> torch.Tensor:
+def full_tensor(spec: TensorSpec) -> torch.Tensor:
     num_elements = Region.whole(spec.shape).num_elements
     return torch.arange(num_elements, dtype=getattr(torch, spec.dtype)).reshape(spec.shape)
 
 
-def parts(assignment: Assignment, worker: str) -> dict[str, torch.Tensor]:
+def shard_of(assignment: Assignment, worker: str) -> dict[str, torch.Tensor]:
     """A worker's tensors under an assignment, on the host."""
     if worker not in assignment.members:
         return {}
-    place = assignment.coordinates(worker)
-    held = {}
+    coordinates = assignment.coordinates(worker)
+    shards = {}
     for spec in SPECS:
-        offsets, shape = region_of(spec, assignment.layout, place)
+        offsets, shape = region_of(spec, assignment.layout, coordinates)
         slices = tuple(slice(o, o + n) for o, n in zip(offsets, shape, strict=True))
-        held[spec.name] = whole(spec)[slices].clone()
-    return held
+        shards[spec.name] = full_tensor(spec)[slices].clone()
+    return shards
 
 
-def relay_out(rank: int, port: int, target: str) -> None:
+def reshard_worker(rank: int, port: int, target: str) -> None:
     """Run one of two processes: reshard the state, and compare it to the expected one."""
-    claim_a_host()
+    claim_separate_host()
     worker = WORKERS[rank]
     reshard = ReshardPlan(0, 1, SHARDED, TARGETS[target], WORKERS)
-    formation = formation_of(worker, reshard, port)
-    held = {name: tensor.to(DEVICE) for name, tensor in parts(SHARDED, worker).items()}
+    formation = form_group(worker, reshard, port)
+    held = {name: tensor.to(DEVICE) for name, tensor in shard_of(SHARDED, worker).items()}
     transfers = derive(SPECS, reshard, worker)
-    moved, counted = move(SPECS, transfers, {rank: held}, formation.transfer, DEVICE, never)
-    expected = parts(TARGETS[target], worker)
-    assert moved.keys() == expected.keys()
+    actual, moved = move(
+        SPECS, transfers, {rank: held}, formation.transfer, DEVICE, interrupt_never
+    )
+    expected = shard_of(TARGETS[target], worker)
+    assert actual.keys() == expected.keys()
     for name, tensor in expected.items():
-        assert moved[name].device.type == DEVICE.type
-        assert torch.equal(moved[name].cpu(), tensor), name
-    assert counted.bytes_received == transfers.bytes_needed
+        assert actual[name].device.type == DEVICE.type
+        assert torch.equal(actual[name].cpu(), tensor), name
+    assert moved.bytes_received == transfers.bytes_needed
     formation.dissolve()
 
 
 @pytest.mark.parametrize("target", TARGETS)
-def test_a_reshard_moves_every_element_to_its_place(target: str) -> None:
-    in_two_processes(relay_out, target)
+def test_reshard_moves_every_element_to_its_region(target: str) -> None:
+    run_in_two_processes(reshard_worker, target)

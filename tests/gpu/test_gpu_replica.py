@@ -36,7 +36,7 @@ class Trained(NamedTuple):
     sizes: StateBytes
 
 
-def never() -> None:
+def interrupt_never() -> None:
     """The `interrupt` that never raises."""
 
 
@@ -48,10 +48,10 @@ def train(settings: TrainSettings, device: str) -> Trained:
         replica.adopt({s.name: program.initial(s, Region.whole(s.shape)) for s in specs})
         losses = []
         for step in range(1, NUM_STEPS + 1):
-            loss_sum, num_tokens, sq_grad_norm = replica.compute(step, never).tolist()
+            loss_sum, num_tokens, sq_grad_norm = replica.compute(step, interrupt_never).tolist()
             replica.apply(step, Vote(step, loss_sum, int(num_tokens), sq_grad_norm, 1))
             losses.append(loss_sum / num_tokens)
-        held_out = replica.evaluate(NUM_STEPS, never).loss
+        held_out = replica.evaluate(NUM_STEPS, interrupt_never).loss
         tensors = {name: tensor.cpu().clone() for name, tensor in replica.tensors().items()}
         assert {tensor.device.type for tensor in replica.tensors().values()} == {device}
         return Trained(losses, held_out, tensors, replica.state_bytes())
@@ -60,31 +60,31 @@ def train(settings: TrainSettings, device: str) -> Trained:
 @pytest.mark.parametrize(
     ("settings", "tolerance"), [(IN_FLOAT64, 1e-9), (SETTINGS, 1e-5)], ids=["float64", "float32"]
 )
-def test_training_steps_equal_the_cpus(settings: TrainSettings, tolerance: float) -> None:
-    ours, expected = train(settings, DEVICE), train(settings, "cpu")
-    assert ours.losses == pytest.approx(expected.losses, rel=tolerance)
-    assert ours.held_out == pytest.approx(expected.held_out, rel=tolerance)
-    assert ours.sizes == expected.sizes
+def test_training_on_the_gpu_equals_the_cpu(settings: TrainSettings, tolerance: float) -> None:
+    actual, expected = train(settings, DEVICE), train(settings, "cpu")
+    assert actual.losses == pytest.approx(expected.losses, rel=tolerance)
+    assert actual.held_out == pytest.approx(expected.held_out, rel=tolerance)
+    assert actual.sizes == expected.sizes
     for name, tensor in expected.tensors.items():
         scale = tensor.double().abs().max().item()
-        error = (ours.tensors[name].double() - tensor.double()).abs().max().item()
+        error = (actual.tensors[name].double() - tensor.double()).abs().max().item()
         assert error <= 100 * tolerance * max(scale, 1e-3), name
 
 
-def test_activation_checkpointing_changes_nothing() -> None:
+def test_activation_checkpointing_changes_no_loss() -> None:
     recomputing = IN_FLOAT64.model_copy(update={"activation_checkpointing": True})
     assert train(recomputing, DEVICE).losses == pytest.approx(
         train(IN_FLOAT64, DEVICE).losses, rel=1e-12
     )
 
 
-def test_bfloat16_keeps_parameters_in_float32_and_trains_alike() -> None:
+def test_bfloat16_keeps_parameters_in_float32_and_similar_losses() -> None:
     mixed = train(SETTINGS.model_copy(update={"dtype": "bfloat16"}), DEVICE)
     assert {tensor.dtype for tensor in mixed.tensors.values()} == {torch.float32}
     assert mixed.losses == pytest.approx(train(SETTINGS, DEVICE).losses, rel=0.02)
 
 
-def test_the_fused_optimizer_equals_the_cpus() -> None:
+def test_fused_optimizer_on_the_gpu_equals_the_cpu() -> None:
     settings = OptimizerSettings(weight_decay=0.3)
     optimising = AdamWBySettings(settings)
     template = state_templates(optimising, {"shard": 2}, torch.float64)["shard"]
@@ -95,8 +95,8 @@ def test_the_fused_optimizer_equals_the_cpus() -> None:
     for device in (DEVICE, "cpu"):
         shard = start.to(device, copy=True)
         state = {
-            key: torch.zeros(shard.shape if kept.ndim else (), dtype=kept.dtype, device=device)
-            for key, kept in template.items()
+            key: torch.zeros(shard.shape if value.ndim else (), dtype=value.dtype, device=device)
+            for key, value in template.items()
         }
         optimizer = LocalOptimizer(optimising, {"shard": shard}, {"shard": state})
         assert optimizer.optimizer.defaults["fused"]

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from one_gpu import NEEDS_GPU, claim_a_host
-from test_ring_attention import TIMEOUT_S, Case, compare, on_the_ring
+from one_gpu import NEEDS_GPU, claim_separate_host
+from test_ring_attention import TIMEOUT_S, Case, compare, ring_results
 from torch.multiprocessing import start_processes
 
 from pipelines.training.workload.ring import GPU_TILE
@@ -26,13 +26,13 @@ CASES = (
 
 def run_rank(cp_rank: int, folder: Path) -> None:
     """Compute all cases in one of the processes."""
-    claim_a_host()
+    claim_separate_host()
     torch.cuda.set_device(0)
     store = dist.FileStore(str(folder / "store"), 2)
     timeout = timedelta(seconds=TIMEOUT_S)
     dist.init_process_group("nccl", store=store, world_size=2, rank=cp_rank, timeout=timeout)
     for case in CASES:
-        results = on_the_ring(case, dist.group.WORLD, "cuda")
+        results = ring_results(case, dist.group.WORLD, "cuda")
         torch.save(tuple(tensor.cpu() for tensor in results), folder / f"{case}-{cp_rank}.pt")
     dist.destroy_process_group()
 

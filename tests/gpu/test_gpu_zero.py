@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from one_gpu import NEEDS_GPU, claim_a_host
+from one_gpu import NEEDS_GPU, claim_separate_host
 from test_replica import local_tensors
 from test_zero import Trained, train
 from torch.multiprocessing import start_processes
@@ -46,7 +46,7 @@ def program_on(device: str, **changes: Any) -> TrainingProgram:
 
 def run_rank(world_rank: int, folder: Path) -> None:
     """Train all cases in one of two processes."""
-    claim_a_host()
+    claim_separate_host()
     torch.cuda.set_device(0)
     file = dist.FileStore(str(folder / "store"), 2)
     for zero, offload in CASES:
@@ -96,7 +96,7 @@ def test_stages_and_offload_equal_the_cpu(
         sizes = trained.in_step
         if offload:
             assert sizes.optimizer_bytes == sizes.grad_bytes == 0
-            whole = on_cpu.in_step.param_bytes if zero in (1, 2) else 0
-            assert sizes.param_bytes == whole, "what is computed with at stages 1 and 2"
+            param_bytes = on_cpu.in_step.param_bytes if zero in (1, 2) else 0
+            assert sizes.param_bytes == param_bytes, "the full parameters at stages 1 and 2"
         else:
             assert sizes.optimizer_bytes > 0

@@ -1,4 +1,4 @@
-"""A program on one of whose workers the device breaks, as NCCL reports it, and stays broken."""
+"""A program in which the device of one worker breaks, as NCCL reports it, and stays broken."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ FATAL_STEP = 9
 BROKEN_RANK, FAILING_RANK = 1, 2
 LATE_S = 0.7
 MARK = "BROKEN_DEVICE_FILE"
-"""Names the file with the process id of the worker whose device is broken."""
+"""Environment variable: the file with the process id of the worker whose device is broken."""
 TEXT = (
     "NCCL error in: ProcessGroupNCCL.cpp:3699, unhandled cuda error (run with NCCL_DEBUG=INFO for "
     "details), NCCL version 2.27.3\nncclUnhandledCudaError: Call to CUDA function failed.\n"
@@ -28,18 +28,18 @@ TEXT = (
 
 class BrokenDevice(ShardedReplica):
     is_late = False
-    """Whether a peer raises before it, so that its exception comes after the abort."""
+    """Whether a peer raises first, so that this worker raises only after the abort."""
 
     def compute(
         self, step: int, interrupt: Interrupt, skipped_batches: Sequence[int] = ()
     ) -> Tensor:
-        rank, mark = self.groups.world_rank, Path(os.environ[MARK])
-        if step == FATAL_STEP and rank == BROKEN_RANK and not mark.exists():
+        world_rank, mark = self.groups.world_rank, Path(os.environ[MARK])
+        if step == FATAL_STEP and world_rank == BROKEN_RANK and not mark.exists():
             mark.write_text(str(os.getpid()))
         if mark.exists() and mark.read_text() == str(os.getpid()):
             time.sleep(LATE_S if self.is_late else 0.0)
             raise dist.DistBackendError(TEXT)
-        if step == FATAL_STEP and rank == FAILING_RANK and self.is_late and mark.exists():
+        if step == FATAL_STEP and world_rank == FAILING_RANK and self.is_late and mark.exists():
             raise dist.DistBackendError("gloo: Connection closed by peer [127.0.0.1]:40961")
         return super().compute(step, interrupt, skipped_batches)
 
@@ -56,5 +56,5 @@ def _program(replica: type[BrokenDevice]) -> type[TrainingProgram]:
     return Program
 
 
-breaks_first = _program(BrokenDevice)
-breaks_late = _program(LateBrokenDevice)
+raises_first = _program(BrokenDevice)
+raises_late = _program(LateBrokenDevice)

@@ -1,4 +1,4 @@
-"""Lets the tests in plain processes use the geometry by elements of those of laws, and S3."""
+"""Fixtures of the process tests: the reference geometry of `tests/properties`, and an S3 server."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from s3 import Door, s3_with_keys
+from s3 import S3Proxy, start_s3_with_credentials
 
 sys.path.append(str(Path(__file__).parents[1] / "properties"))
 
 
 @pytest.fixture
-def door() -> Iterator[Door]:
-    """An S3 server of the test's own, and the keys to it in the environment."""
-    with s3_with_keys() as opened:
-        yield opened
+def s3_proxy() -> Iterator[S3Proxy]:
+    """An S3 server of one test; its credentials are in the environment."""
+    with start_s3_with_credentials() as proxy:
+        yield proxy

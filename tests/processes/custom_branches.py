@@ -1,4 +1,4 @@
-"""A recipe whose module skips a block for each sample, and its plain loop."""
+"""A recipe whose module skips one block for each sample, and its plain loop."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ class Samples:
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(index)
         values = torch.randn(WIDTH, generator=generator, dtype=torch.float64)
-        return {"values": values, "skipped_batches": torch.tensor(index % NUM_BLOCKS)}
+        return {"values": values, "skipped_block": torch.tensor(index % NUM_BLOCKS)}
 
 
 class Net(nn.Module):
@@ -31,15 +31,15 @@ class Net(nn.Module):
         super().__init__()
         self.layers = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(NUM_BLOCKS))
 
-    def forward(self, values: torch.Tensor, skipped_batches: int) -> torch.Tensor:
+    def forward(self, values: torch.Tensor, skipped_block: int) -> torch.Tensor:
         for number, layer in enumerate(self.layers):
-            if number != skipped_batches:
+            if number != skipped_block:
                 values = values + layer(values).tanh()
         return values
 
 
 def loss(model: nn.Module, batch: dict[str, torch.Tensor]) -> torch.Tensor:
-    return model(batch["values"], int(batch["skipped_batches"])).square().mean()
+    return model(batch["values"], int(batch["skipped_block"])).square().mean()
 
 
 def optimizer(named):
@@ -50,21 +50,23 @@ def recipe() -> Recipe:
     return Recipe(Net, loss, optimizer, Samples, SETTINGS)
 
 
-OWN = with_custom_model(recipe()).settings
+CUSTOM_SETTINGS = with_custom_model(recipe()).settings
 
 
-def plainly() -> list[float]:
+def train_in_one_process() -> list[float]:
     torch.manual_seed(SETTINGS.seed)
     net, data, losses = Net().double(), Samples(), []
-    chosen = optimizer(list(net.named_parameters()))
+    sgd = optimizer(list(net.named_parameters()))
     for step in range(SETTINGS.steps):
-        total = 0.0
+        total_loss = 0.0
         for number in range(SETTINGS.batch):
-            one = data[sample_of(SETTINGS.seed, step * SETTINGS.batch + number, NUM_SAMPLES)]
-            found = loss(net, {name: value[None] for name, value in one.items()}) / SETTINGS.batch
-            found.backward()
-            total += found.item()
-        chosen.step()
-        chosen.zero_grad()
-        losses.append(total)
+            sample = data[sample_of(SETTINGS.seed, step * SETTINGS.batch + number, NUM_SAMPLES)]
+            loss_value = (
+                loss(net, {name: value[None] for name, value in sample.items()}) / SETTINGS.batch
+            )
+            loss_value.backward()
+            total_loss += loss_value.item()
+        sgd.step()
+        sgd.zero_grad()
+        losses.append(total_loss)
     return losses

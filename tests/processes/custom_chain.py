@@ -25,8 +25,8 @@ class Tokens:
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         generator = torch.Generator().manual_seed(index)
         tokens = torch.randint(VOCABULARY, (LENGTH,), generator=generator)
-        known = torch.rand(LENGTH, generator=generator) < 0.7
-        return {"tokens": tokens, "targets": torch.where(known, tokens.roll(1), -100)}
+        is_known = torch.rand(LENGTH, generator=generator) < 0.7
+        return {"tokens": tokens, "targets": torch.where(is_known, tokens.roll(1), -100)}
 
 
 class Mixer(nn.Module):
@@ -67,9 +67,9 @@ def loss(model, batch):
 
 
 def accuracy(model, batch):
-    known = batch["targets"] != -100
-    right = (model(batch["tokens"]).argmax(-1) == batch["targets"]) & known
-    return right.double().sum(), known.sum()
+    is_known = batch["targets"] != -100
+    is_right = (model(batch["tokens"]).argmax(-1) == batch["targets"]) & is_known
+    return is_right.double().sum(), is_known.sum()
 
 
 def optimizer(named):
@@ -91,48 +91,55 @@ def recipe() -> Recipe:
     )
 
 
-OWN = with_custom_model(recipe()).settings
+CUSTOM_SETTINGS = with_custom_model(recipe()).settings
 
 
-def plainly(microbatch: int) -> tuple[list[float], dict[int, list[float]], dict[str, torch.Tensor]]:
-    """Losses of the steps, loss and accuracy of evaluations, and the final state."""
+def train_in_one_process(
+    microbatch: int,
+) -> tuple[list[float], dict[int, list[float]], dict[str, torch.Tensor]]:
+    """Return the loss of each step, loss and accuracy of each evaluation, and the final state."""
     torch.manual_seed(SETTINGS.seed)
     net, data = Net().double(), Tokens()
-    chosen = optimizer([one for one in net.named_parameters() if one[1].requires_grad])
-    losses, evaluated = [], {}
+    sgd = optimizer([(name, p) for name, p in net.named_parameters() if p.requires_grad])
+    losses, evaluations = [], {}
     for step in range(1, SETTINGS.steps + 1):
         first = (step - 1) * SETTINGS.batch
         ids = [sample_of(SETTINGS.seed, first + i, NUM_SAMPLES) for i in range(SETTINGS.batch)]
-        losses.append(_pass(net, [data[one] for one in ids], microbatch))
+        losses.append(accumulate_gradients(net, [data[index] for index in ids], microbatch))
         torch.nn.utils.clip_grad_norm_(net.parameters(), MAX_NORM)
-        chosen.step()
-        chosen.zero_grad()
+        sgd.step()
+        sgd.zero_grad()
         if step % SETTINGS.eval_every == 0:
-            held_out = _batch([data[one] for one in range(SETTINGS.eval_samples)])
+            held_out = collate_samples([data[index] for index in range(SETTINGS.eval_samples)])
             net.eval()
             with torch.no_grad():
                 sums = [function(net, held_out) for function in (loss, accuracy)]
             net.train()
-            evaluated[step] = [(total / count).item() for total, count in sums]
-    return losses, evaluated, net.state_dict()
+            evaluations[step] = [(total / count).item() for total, count in sums]
+    return losses, evaluations, net.state_dict()
 
 
-def _pass(net, samples, microbatch: int) -> float:
-    """Forward and backward passes; microbatches start with equal buffers, whose mean is kept."""
-    before = {name: buffer.clone() for name, buffer in net.named_buffers()}
-    count = (_batch(samples)["targets"] != -100).sum()
-    made, mean = [], 0.0
+def accumulate_gradients(net, samples, microbatch: int) -> float:
+    """Run forward and backward passes; all microbatches start with the same buffers.
+
+    Afterwards each buffer is the mean over the microbatches.
+    """
+    buffers_before = {name: buffer.clone() for name, buffer in net.named_buffers()}
+    count = (collate_samples(samples)["targets"] != -100).sum()
+    buffers_after, mean_loss = [], 0.0
     for first in range(0, len(samples), microbatch):
         for name, buffer in net.named_buffers():
-            buffer.copy_(before[name])
-        total, _ = loss(net, _batch(samples[first : first + microbatch]))
+            buffer.copy_(buffers_before[name])
+        total, _ = loss(net, collate_samples(samples[first : first + microbatch]))
         (total / count).backward()
-        mean += (total / count).item()
-        made.append({name: buffer.double().clone() for name, buffer in net.named_buffers()})
+        mean_loss += (total / count).item()
+        buffers_after.append(
+            {name: buffer.double().clone() for name, buffer in net.named_buffers()}
+        )
     for name, buffer in net.named_buffers():
-        buffer.copy_(torch.stack([one[name] for one in made]).mean(0))
-    return mean
+        buffer.copy_(torch.stack([buffers[name] for buffers in buffers_after]).mean(0))
+    return mean_loss
 
 
-def _batch(samples) -> dict[str, torch.Tensor]:
-    return {name: torch.stack([one[name] for one in samples]) for name in samples[0]}
+def collate_samples(samples) -> dict[str, torch.Tensor]:
+    return {name: torch.stack([sample[name] for sample in samples]) for name in samples[0]}

@@ -48,10 +48,10 @@ class Net(nn.Module):
     def forward(self, image: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
             image = layer(image).relu()
-        found = image.mean((2, 3))
-        wide = self.up(found)
-        found = found + self.down(wide.relu()) + self.twin(wide)
-        return self.head(found) * self.scale + self.frozen
+        features = image.mean((2, 3))
+        wide = self.up(features)
+        features = features + self.down(wide.relu()) + self.twin(wide)
+        return self.head(features) * self.scale + self.frozen
 
 
 def loss(model, batch):
@@ -66,8 +66,11 @@ def optimizer(named):
     named = list(named)
     return torch.optim.SGD(
         [
-            {"params": [one for one in named if one[0].endswith("weight")], "weight_decay": 0.01},
-            {"params": [one for one in named if one[0].endswith("bias")], "lr": 0.3},
+            {
+                "params": [item for item in named if item[0].endswith("weight")],
+                "weight_decay": 0.01,
+            },
+            {"params": [item for item in named if item[0].endswith("bias")], "lr": 0.3},
         ],
         lr=0.2,
         momentum=0.9,
@@ -93,57 +96,65 @@ def recipe() -> Recipe:
     )
 
 
-OWN = with_custom_model(recipe()).settings
+CUSTOM_SETTINGS = with_custom_model(recipe()).settings
 
 
-def plainly(seed_of) -> tuple[list[float], dict[int, list[float]], dict[str, torch.Tensor]]:
-    """Losses of the steps, loss and accuracy of evaluations, and the final state.
+def train_in_one_process(
+    seed_of,
+) -> tuple[list[float], dict[int, list[float]], dict[str, torch.Tensor]]:
+    """Return the loss of each step, loss and accuracy of each evaluation, and the final state.
 
-    `seed_of` gives the seeds of microbatches, from which noise and dropout are drawn.
+    `seed_of` returns the seed of a microbatch, which determines its noise and dropout.
     """
     torch.manual_seed(SETTINGS.seed)
     net, data = Net().double(), Images()
     trained = [(n, p) for n, p in net.named_parameters() if p.requires_grad]
-    chosen = optimizer(trained)
-    initial = [group["lr"] for group in chosen.param_groups]
+    sgd = optimizer(trained)
+    base_lrs = [group["lr"] for group in sgd.param_groups]
     size, num = SETTINGS.microbatch, SETTINGS.num_microbatches
-    moving = {name: one for name, one in net.named_buffers() if name != "scale"}
-    losses, evaluated = [], {}
+    changing_buffers = {name: buffer for name, buffer in net.named_buffers() if name != "scale"}
+    losses, evaluations = [], {}
     for step in range(1, SETTINGS.steps + 1):
-        before = {name: buffer.clone() for name, buffer in moving.items()}
-        made, total = [], 0.0
+        buffers_before = {name: buffer.clone() for name, buffer in changing_buffers.items()}
+        buffers_after, total_loss = [], 0.0
         for number in range(num):
-            for name, buffer in moving.items():
-                buffer.copy_(before[name])
+            for name, buffer in changing_buffers.items():
+                buffer.copy_(buffers_before[name])
             first = (step - 1) * SETTINGS.batch + number * size
             ids = [sample_of(SETTINGS.seed, first + i, NUM_SAMPLES) for i in range(size)]
             torch.manual_seed(seed_of(SETTINGS.seed, step, number))
-            part = mean_loss(net, [data[one] for one in ids]) / num
-            made.append({name: buffer.clone() for name, buffer in moving.items()})
-            part.backward()
-            total += part.item()
-        for name, buffer in moving.items():
-            buffer.copy_(torch.stack([one[name].double() for one in made]).mean(0))
+            microbatch_loss = mean_loss(net, [data[index] for index in ids]) / num
+            buffers_after.append(
+                {name: buffer.clone() for name, buffer in changing_buffers.items()}
+            )
+            microbatch_loss.backward()
+            total_loss += microbatch_loss.item()
+        for name, buffer in changing_buffers.items():
+            buffer.copy_(torch.stack([buffers[name].double() for buffers in buffers_after]).mean(0))
         torch.nn.utils.clip_grad_norm_([p for _, p in trained], MAX_NORM)
-        for group, lr in zip(chosen.param_groups, initial, strict=True):
+        for group, lr in zip(sgd.param_groups, base_lrs, strict=True):
             group["lr"] = lr * schedule(step)
-        chosen.step()
-        chosen.zero_grad()
-        losses.append(total)
+        sgd.step()
+        sgd.zero_grad()
+        losses.append(total_loss)
         if step % SETTINGS.eval_every == 0:
             net.eval()
             with torch.no_grad():
-                held_out = [data[one] for one in range(SETTINGS.eval_samples)]
-                right = [
-                    net(one["image"][None].double()).argmax() == one["label"] for one in held_out
+                held_out = [data[index] for index in range(SETTINGS.eval_samples)]
+                is_right = [
+                    net(sample["image"][None].double()).argmax() == sample["label"]
+                    for sample in held_out
                 ]
-                evaluated[step] = [mean_loss(net, held_out).item(), sum(right).item() / len(right)]
+                evaluations[step] = [
+                    mean_loss(net, held_out).item(),
+                    sum(is_right).item() / len(is_right),
+                ]
             net.train()
     state = net.state_dict()
     del state["twin.weight"]
-    return losses, evaluated, state
+    return losses, evaluations, state
 
 
 def mean_loss(net, batch):
-    images = torch.stack([one["image"] for one in batch]).double()
-    return cross_entropy(net(images), torch.stack([one["label"] for one in batch]))
+    images = torch.stack([sample["image"] for sample in batch]).double()
+    return cross_entropy(net(images), torch.stack([sample["label"] for sample in batch]))

@@ -1,4 +1,4 @@
-"""What the plain loop makes of a recipe's settings: losses, gradient norms and final weights."""
+"""The training that the plain loop does: losses, gradient norms and final weights."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from pipelines.training.workload.optimizer import learning_rate
 def expected(
     settings: TrainSettings,
     num_steps: int,
-    undone: tuple[int, ...] = (),
+    skipped_steps: tuple[int, ...] = (),
     skipped_batches: tuple[int, ...] = (),
 ) -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
-    """Trained in this process from the same initial weights on the same samples.
+    """Train in this process, from the same initial weights on the same samples.
 
-    Steps that are `undone` change nothing; batches that are `skipped_batches` are read by no step.
+    The steps `skipped_steps` change nothing; no step reads the batches `skipped_batches`.
     """
     program = TrainingProgram(settings.model_dump(mode="json"), device="cpu")
     model, data, optimizer = settings.model, program.workload.train, settings.optimizer
@@ -47,12 +47,14 @@ def expected(
         if spec.kind == "parameter"
     }
     batches = []
-    numbers = [n for n in range(num_steps + len(skipped_batches)) if n not in skipped_batches]
-    for step, number in enumerate(numbers[:num_steps], start=1):
-        if step in undone:
+    batch_numbers = [n for n in range(num_steps + len(skipped_batches)) if n not in skipped_batches]
+    for step, number in enumerate(batch_numbers[:num_steps], start=1):
+        if step in skipped_steps:
             batches.append(None)
             continue
         ids = range(number * settings.batch, (number + 1) * settings.batch)
-        batch = data.read([sample_of(settings.seed, one, data.num_samples) for one in ids])
+        batch = data.read(
+            [sample_of(settings.seed, sample_id, data.num_samples) for sample_id in ids]
+        )
         batches.append((batch.tokens, batch.targets))
     return plain_loop.train(plain, weights, batches), weights

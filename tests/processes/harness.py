@@ -27,13 +27,13 @@ from elastic.protocol.policy import Policy
 from pipelines.run.program import TrainingProgram
 from pipelines.settings import TrainSettings
 
-Strike = Callable[[ProcessFleet], None]
-"""Does harm to the processes of a fleet."""
+FleetFault = Callable[[ProcessFleet], None]
+"""Injects a fault into the processes of a fleet, from outside of them."""
 
 
 @dataclass
 class Outcome:
-    """What a run has left behind."""
+    """What a run returned, and the files that it wrote."""
 
     stopped: Stopped
     run: Storage
@@ -51,25 +51,25 @@ class Outcome:
         return list(LineLog(self.run, "journal.jsonl").lines())
 
     def losses(self) -> dict[int, float]:
-        """By step; a step's last line counts."""
+        """Loss by step; the last line of a step counts."""
         return {line["step"]: line["loss"] for line in self.metrics}
 
-    def told(self, kind: str) -> list[dict[str, Any]]:
-        """The journal's lines of one event or command."""
+    def lines_of(self, kind: str) -> list[dict[str, Any]]:
+        """Return the journal lines of one event or command."""
         return [line for line in self.journal if kind in (line.get("event"), line.get("command"))]
 
     def story(self) -> str:
-        """What happened beside steps, for the message of an assertion."""
-        skipped_batches = ("StepCommitted", "ComputeTimed")
-        lines = [line for line in self.journal if line.get("event") not in skipped_batches]
+        """Return the journal lines other than those of steps, for the message of an assertion."""
+        step_events = ("StepCommitted", "ComputeTimed")
+        lines = [line for line in self.journal if line.get("event") not in step_events]
         return "\n".join(str(line)[:300] for line in lines)
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def run_plainly(
+def run_in_processes(
     folder: Path | str,
     settings: TrainSettings,
     workers: int,
@@ -86,46 +86,49 @@ def run_plainly(
     data_folder: str | None = None,
     recipe: str | None = None,
     network: Network = ANYWHERE,
-    strikes: Sequence[Strike] = (),
-    hear: Callable[[Event], None] = lambda event: None,
+    fleet_faults: Sequence[FleetFault] = (),
+    on_event: Callable[[Event], None] = lambda event: None,
     profiled: tuple[int, int] | None = None,
-    with_shell: Callable[[Shell], None] = lambda shell: None,
+    on_shell: Callable[[Shell], None] = lambda shell: None,
     shell_kind: type[Shell] = Shell,
     **policy: float | str,
 ) -> Outcome:
-    """Train to the end, or to so many lost workers; fails if it takes over `timeout_s`.
+    """Train to the end, or until `stop_after_losses` workers are lost; fail after `timeout_s`.
 
-    `recipe` is a file and function of one's own. `hear` is called with each event, and
-    `with_shell` with the shell before it runs. Each of the `strikes` is done once all snapshots of
-    a generation are whole, one a generation.
+    `recipe` names the file and function of a custom recipe. The harness calls `on_event` with each
+    event, and `on_shell` with the shell before it runs. The shell posts each event of `due` once
+    its step has committed. In each generation the harness injects one of the `fleet_faults`, once
+    all snapshots of the generation are complete.
     """
     kwargs = {"settings": settings.model_dump(mode="json"), "data_folder": data_folder}
     kwargs |= {"recipe": recipe} if recipe else {}
-    made = TrainingProgram(**kwargs, device="cpu")
+    training_program = TrainingProgram(**kwargs, device="cpu")
     kwargs |= {"device": "cpu"} if program.startswith("pipelines.") else {}
-    rules = rules_of(min_workers, workers, policy)
+    run_policy = build_policy(min_workers, workers, policy)
     run = open_storage(str(folder))
     shell = shell_kind(run, lease := claim(run), due)
-    with_shell(shell)
-    options = replace(_options(folder, settings, faults, rules, network), profiled=profiled)
-    post = _stopping(shell.post, stop_after_losses) if stop_after_losses else shell.post
-    post = _striking(_heard(post, hear), due_strikes := [])
+    on_shell(shell)
+    options = replace(
+        build_options(folder, settings, faults, run_policy, network), profiled=profiled
+    )
+    post = _with_stop(shell.post, stop_after_losses) if stop_after_losses else shell.post
+    post = _with_fleet_faults(_with_listener(post, on_event), injections := [])
     factory = Factory(program, kwargs, environment or {})
     fleet = ProcessFleet(factory, options, post, lease.epoch, node_of)
-    due_strikes += [partial(strike, fleet) for strike in strikes]
-    guard = threading.Timer(timeout_s, lambda: shell.post(_Overdue()))
-    guard.start()
+    injections += [partial(inject, fleet) for inject in fleet_faults]
+    watchdog = threading.Timer(timeout_s, lambda: shell.post(_Overdue()))
+    watchdog.start()
     try:
-        opening = RunOpened(0, rules, TargetLayout.parse(layout, workers), job_of(settings, made))
-        stopped = shell.run(fleet, opening)
+        target, job = TargetLayout.parse(layout, workers), build_job(settings, training_program)
+        stopped = shell.run(fleet, RunOpened(0, run_policy, target, job))
     finally:
-        guard.cancel()
+        watchdog.cancel()
     lease.release()
     return Outcome(stopped, run)
 
 
-def rules_of(min_workers: int, workers: int, changes: dict[str, float | str]) -> Policy:
-    """The policy of a test: quicker than that of the product, but patient with a busy machine."""
+def build_policy(min_workers: int, workers: int, changes: dict[str, float | str]) -> Policy:
+    """The policy of a test: shorter deadlines than the defaults, but enough for a busy machine."""
     return Policy(
         **{
             "min_workers": min_workers,
@@ -138,28 +141,28 @@ def rules_of(min_workers: int, workers: int, changes: dict[str, float | str]) ->
     )
 
 
-def _options(
+def build_options(
     folder: Path | str,
     settings: TrainSettings,
     faults: tuple[Fault, ...],
-    rules: Policy,
+    policy: Policy,
     network: Network,
 ) -> WorkerOptions:
     return WorkerOptions(
         str(folder),
-        rules.collective_timeout_s,
+        policy.collective_timeout_s,
         settings.checkpoint_steps,
         faults,
-        rules.snapshot_every,
-        rules.audit_every,
+        policy.snapshot_every,
+        policy.audit_every,
         network,
-        rules.straggler_every,
+        policy.straggler_every,
     )
 
 
-def job_of(settings: TrainSettings, made: TrainingProgram) -> Job:
-    """What the controller is told of the training."""
-    specs, shape = made.specs(), made.workload.shape()
+def build_job(settings: TrainSettings, program: TrainingProgram) -> Job:
+    """Build what the controller knows about the training."""
+    specs, shape = program.specs(), program.workload.shape()
     return Job(
         num_microbatches=settings.num_microbatches,
         microbatch=settings.microbatch,
@@ -170,50 +173,56 @@ def job_of(settings: TrainSettings, made: TrainingProgram) -> Job:
         limits=shape.limits,
         layer_costs=tuple(layer.cost for layer in shape.layers),
         seed=settings.seed,
-        num_samples=made.workload.num_samples,
+        num_samples=program.workload.num_samples,
         eval_every=settings.eval_every,
-        num_eval_samples=min(settings.eval_samples, made.workload.num_held_out),
+        num_eval_samples=min(settings.eval_samples, program.workload.num_held_out),
     )
 
 
-def _stopping(post: Callable[[Event], None], num_losses: int) -> Callable[[Event], None]:
-    """Ask for a stop once so many workers have been lost."""
+def _with_stop(post: Callable[[Event], None], num_losses: int) -> Callable[[Event], None]:
+    """Request a stop once `num_losses` workers are lost."""
     lost: list[Event] = []
 
-    def note(event: Event) -> None:
+    def post_and_count(event: Event) -> None:
         post(event)
         if isinstance(event, WorkerLost):
             lost.append(event)
             if len(lost) == num_losses:
                 post(StopRequested("enough"))
 
-    return note
+    return post_and_count
 
 
-def _heard(post: Callable[[Event], None], hear: Callable[[Event], None]) -> Callable[[Event], None]:
-    def both(event: Event) -> None:
-        post(event)
-        hear(event)
-
-    return both
-
-
-def _striking(
-    post: Callable[[Event], None], strikes: list[Callable[[], None]]
+def _with_listener(
+    post: Callable[[Event], None], on_event: Callable[[Event], None]
 ) -> Callable[[Event], None]:
-    """Do the next of these once all snapshots of another generation are whole."""
-    struck: set[int] = set()
-
-    def note(event: Event) -> None:
+    def post_and_notify(event: Event) -> None:
         post(event)
-        if not isinstance(event, StepCommitted) or event.generation in struck or not strikes:
+        on_event(event)
+
+    return post_and_notify
+
+
+def _with_fleet_faults(
+    post: Callable[[Event], None], injections: list[Callable[[], None]]
+) -> Callable[[Event], None]:
+    """Run the next injection once all snapshots of a further generation are complete."""
+    generations: set[int] = set()
+
+    def post_and_inject(event: Event) -> None:
+        post(event)
+        if (
+            not isinstance(event, StepCommitted)
+            or event.generation in generations
+            or not injections
+        ):
             return
         if event.vote.num_snapshots == event.record.world_size:
-            struck.add(event.generation)
-            strikes.pop(0)()
+            generations.add(event.generation)
+            injections.pop(0)()
 
-    return note
+    return post_and_inject
 
 
 class _Overdue:
-    """No event at all: the shell breaks on it, and the test with the shell."""
+    """An object that is no event: the shell raises on it, and so the test fails."""

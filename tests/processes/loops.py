@@ -36,7 +36,7 @@ class Net(nn.Module):
         return self.head(self.dropout(hidden))
 
 
-def made() -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader[Any]]:
+def build_training() -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader[Any]]:
     torch.manual_seed(3)
     model = Net().double()
     groups = [
@@ -51,12 +51,12 @@ def made() -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader[Any]]:
 
 
 def train(run: Run) -> None:
-    """A loop whose workers die twice, and which records the steps that it gets."""
-    model, optimizer, scheduler, loader = made()
+    """A loop in which workers die twice, and which records the step numbers that it gets."""
+    model, optimizer, scheduler, loader = build_training()
     model, optimizer, scheduler, loader = run.prepare(model, optimizer, scheduler, loader)
-    handed: list[int] = []
+    step_numbers: list[int] = []
     for step in run.steps(NUM_STEPS, microbatches=NUM_MICROBATCHES):
-        handed.append(step.number)
+        step_numbers.append(step.number)
         with step:
             for number, (points, labels) in enumerate(step.batches()):
                 if step.number == KILLED[0] and number == 1:
@@ -65,12 +65,12 @@ def train(run: Run) -> None:
                 if step.number == KILLED[1] and number == 1:
                     loss.register_hook(lambda gradient, step=step: _die_once(step, "backward"))
                 step.backward(loss)
-        _note(f"handed-{os.getpid()}", " ".join(map(str, handed)))
+        _note(f"steps-{os.getpid()}", " ".join(map(str, step_numbers)))
 
 
-def train_heedless(run: Run) -> None:
+def train_suppressing_exceptions(run: Run) -> None:
     """A loop that suppresses every exception, including those of other workers' deaths."""
-    model, optimizer, scheduler, loader = made()
+    model, optimizer, scheduler, loader = build_training()
     model, optimizer, scheduler, loader = run.prepare(model, optimizer, scheduler, loader)
     for step in run.steps(NUM_STEPS, microbatches=NUM_MICROBATCHES):
         with step:
@@ -83,9 +83,9 @@ def train_heedless(run: Run) -> None:
                 pass
 
 
-def train_with_a_mistake(run: Run) -> None:
+def train_and_raise(run: Run) -> None:
     """A loop that raises at one step."""
-    model, *_ = run.prepare(*made())
+    model, *_ = run.prepare(*build_training())
     for step in run.steps(NUM_STEPS, microbatches=NUM_MICROBATCHES):
         with step:
             for points, labels in step.batches():
@@ -111,34 +111,36 @@ def plain(
     data = loader.dataset
     for step in range(1, num_steps + 1):
         optimizer.zero_grad()
-        kept = {name: buffer.clone() for name, buffer in model.named_buffers()}
-        summed = {name: torch.zeros_like(b, dtype=torch.float64) for name, b in kept.items()}
-        total = 0.0
+        buffers_before = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        buffer_sums = {
+            name: torch.zeros_like(b, dtype=torch.float64) for name, b in buffers_before.items()
+        }
+        total_loss = 0.0
         for microbatch in range(num_microbatches):
             for name, buffer in model.named_buffers():
-                buffer.copy_(kept[name])
+                buffer.copy_(buffers_before[name])
             torch.manual_seed(microbatch_seed(0, step, microbatch))
             first = ((step - 1) * num_microbatches + microbatch) * loader.batch_size
             ids = range(first, first + loader.batch_size)
-            samples = [data[sample_of(0, one, len(data))] for one in ids]
+            samples = [data[sample_of(0, sample_id, len(data))] for sample_id in ids]
             points, labels = default_collate(samples)
             points = points.to(next(model.parameters()).dtype)
             loss = criterion(model(points), labels) / num_microbatches
             loss.backward()
-            total += loss.item()
+            total_loss += loss.item()
             for name, buffer in model.named_buffers():
-                summed[name] += buffer / num_microbatches
+                buffer_sums[name] += buffer / num_microbatches
         for name, buffer in model.named_buffers():
-            value = summed[name]
+            value = buffer_sums[name]
             buffer.copy_(value if buffer.is_floating_point() else value.round())
         optimizer.step()
         if scheduler is not None:
             scheduler.step()
-        yield total
+        yield total_loss
 
 
 def _die_once(step: Step, moment: str) -> None:
-    """True on one worker that is not the first."""
+    """Kill one worker that is not the first, the first time that this is called."""
     folder = os.environ.get(FOLDER)
     if folder is None or step.is_first_worker:
         return

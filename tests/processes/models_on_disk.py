@@ -53,9 +53,9 @@ def random_weights(model: TransformerSettings, seed: int = 0) -> dict[str, Tenso
     """Weights whose logits spread by about 1: at twice that, rounding alone reaches 1e-5."""
     torch.manual_seed(seed)
     weights = {}
-    for name, like in Transformer(model).state_dict().items():
-        noise = 0.12 * torch.randn(like.shape)
-        weights[name] = 1 + noise if like.ndim == 1 else noise
+    for name, tensor in Transformer(model).state_dict().items():
+        noise = 0.12 * torch.randn(tensor.shape)
+        weights[name] = 1 + noise if tensor.ndim == 1 else noise
     return weights
 
 
@@ -66,7 +66,7 @@ def our_logits(model: TransformerSettings, weights: dict[str, Tensor], tokens: T
         return module.eval()(tokens)
 
 
-def cut(tensor: Tensor, region: Region) -> Tensor:
+def slice_region(tensor: Tensor, region: Region) -> Tensor:
     ends = zip(region.offsets, region.shape, strict=True)
     return tensor[tuple(slice(first, first + length) for first, length in ends)]
 
@@ -81,7 +81,7 @@ def write_run(
     step: int = 3,
     data_folder: Path | None = None,
 ) -> Path:
-    """Write a checkpoint into a run's folder, sharded as that layout shards parameters."""
+    """Write a checkpoint into a run's folder, sharded as `layout` shards parameters."""
     run = storage / name
     checkpoint = DiskStorage(run / folder_of(step, 1))
     run.mkdir(parents=True, exist_ok=True)
@@ -90,25 +90,25 @@ def write_run(
     (run / "recipe.json").write_text(json.dumps(recipe))
     specs = [spec for spec in TrainingProgram(**kwargs).specs() if spec.kind == "parameter"]
     files = []
-    for rank in range(layout.num_workers):
+    for world_rank in range(layout.num_workers):
         parts = {}
         for spec in specs:
-            region = region_of(spec, layout, layout.coordinates(rank))
-            if region and sharding_of(spec, layout).first_holder(rank) == rank:
-                parts[spec.name] = (region, cut(weights[spec.name], region))
-        file = f"part-w{rank}.safetensors"
+            region = region_of(spec, layout, layout.coordinates(world_rank))
+            if region and sharding_of(spec, layout).first_holder(world_rank) == world_rank:
+                parts[spec.name] = (region, slice_region(weights[spec.name], region))
+        file = f"part-w{world_rank}.safetensors"
         written = write_part(checkpoint, file, parts)
         files.append(PartFile(file, *astuple(written)))
     publish(DiskStorage(run), step, 1, files)
     return run
 
 
-def loaded(folder: Path, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
+def load_pretrained(folder: Path, dtype: torch.dtype | str = "auto") -> PreTrainedModel:
     """The model that transformers loads from the folder, in the folder's dtype."""
-    model, told = AutoModelForCausalLM.from_pretrained(
+    model, loading_info = AutoModelForCausalLM.from_pretrained(
         folder, dtype=dtype, output_loading_info=True
     )
-    assert not any(told.values()), told
+    assert not any(loading_info.values()), loading_info
     return model.eval()
 
 

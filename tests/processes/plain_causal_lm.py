@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 
 
 def load(folder, dtype=torch.float64):
-    # Experts one by one, in every dtype.
+    # The eager implementation computes experts one by one, in every dtype.
     options = {"dtype": torch.float32, "experts_implementation": "eager"}
     return AutoModelForCausalLM.from_pretrained(folder, **options).to(dtype)
 
@@ -21,20 +21,20 @@ def train(model, batches, lrs, betas, weight_decay, max_grad_norm):
     groups += [{"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
     optimizer = torch.optim.AdamW(groups, betas=betas, eps=1e-8, foreach=False)
-    seen = []
+    losses_and_norms = []
     for lr, (tokens, targets, positions) in zip(lrs, batches, strict=True):
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.zero_grad()
         logits = model(tokens, position_ids=positions, use_cache=False).logits
         loss = cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum")
-        # Divided afterwards: the norms of transformers round to float32, in backward too, and
-        # would round other numbers.
+        # The gradients are divided afterwards: the norms of transformers round to float32, in
+        # backward too, and would round other numbers.
         loss.backward()
         num_tokens = (targets != -100).sum()
         for parameter in parameters:
             parameter.grad /= num_tokens
         norm = torch.nn.utils.clip_grad_norm_(parameters, max_grad_norm)
         optimizer.step()
-        seen.append((loss.item() / num_tokens.item(), norm.item()))
-    return seen
+        losses_and_norms.append((loss.item() / num_tokens.item(), norm.item()))
+    return losses_and_norms

@@ -24,29 +24,29 @@ class Plain:
 def train(plain, weights, batches):
     """The loss and gradient norm of each step; `weights` hold the final ones afterwards.
 
-    A step without a batch is one that is not done.
+    A step whose batch is None is skipped.
     """
     parameters = [weight.requires_grad_() for weight in weights.values()]
     decayed = [p for p in parameters if p.ndim > 1]
     groups = [{"params": decayed, "weight_decay": plain.weight_decay}]
     groups += [{"params": [p for p in parameters if p.ndim <= 1], "weight_decay": 0.0}]
     optimizer = torch.optim.AdamW(groups, betas=plain.betas, eps=1e-8, foreach=False)
-    seen = []
+    losses_and_norms = []
     for lr, batch in zip(plain.lrs, batches, strict=True):
         if batch is None:
-            seen.append((None, None))
+            losses_and_norms.append((None, None))
             continue
         tokens, targets = batch
         for group in optimizer.param_groups:
             group["lr"] = lr
         optimizer.zero_grad()
-        predicted, imbalance = logits(plain, weights, tokens)
-        loss = cross_entropy(predicted.flatten(0, 1), targets.flatten())
+        predictions, imbalance = logits(plain, weights, tokens)
+        loss = cross_entropy(predictions.flatten(0, 1), targets.flatten())
         (loss + plain.balance * imbalance).backward()
         norm = torch.nn.utils.clip_grad_norm_(parameters, plain.max_grad_norm)
         optimizer.step()
-        seen.append((loss.item(), norm.item()))
-    return seen
+        losses_and_norms.append((loss.item(), norm.item()))
+    return losses_and_norms
 
 
 def logits(plain, w, tokens):
@@ -56,8 +56,8 @@ def logits(plain, w, tokens):
         x = x + attention(plain, layer, norm(plain, x, layer["attention_norm.weight"]))
         y = norm(plain, x, layer["feed_forward_norm.weight"])
         if plain.top_k:
-            mixed, uneven = mixture(plain, layer, y)
-            x, imbalance = x + mixed, imbalance + uneven
+            mixed, layer_imbalance = mixture(plain, layer, y)
+            x, imbalance = x + mixed, imbalance + layer_imbalance
         else:
             x = x + swiglu(y, *(layer[f"feed_forward.w{n}.weight"] for n in (1, 2, 3)))
     return norm(plain, x, w["norm.weight"]) @ w["head.weight"].T, imbalance
@@ -76,12 +76,12 @@ def mixture(plain, layer, x):
     mixed = sum(share[..., e, None] * swiglu(x, w1[e], w2[e], w3[e]) for e in range(len(w1)))
     if "shared.w1.weight" in layer:
         mixed = mixed + swiglu(x, *(layer[f"shared.w{n}.weight"] for n in (1, 2, 3)))
-    uneven = []
+    imbalances = []
     for i in range(0, len(x), plain.microbatch):
-        used = chosen[i : i + plain.microbatch].to(x.dtype).mean((0, 1)) / plain.top_k
-        likely = probability[i : i + plain.microbatch].mean((0, 1))
-        uneven.append(len(used) * (used * likely).sum())
-    return mixed, torch.stack(uneven).mean()
+        load = chosen[i : i + plain.microbatch].to(x.dtype).mean((0, 1)) / plain.top_k
+        mean_probability = probability[i : i + plain.microbatch].mean((0, 1))
+        imbalances.append(len(load) * (load * mean_probability).sum())
+    return mixed, torch.stack(imbalances).mean()
 
 
 def norm(plain, x, weight):
@@ -92,12 +92,12 @@ def attention(plain, layer, x):
     q, k, v = (x @ layer[f"attention.{name}.weight"].T for name in ("wq", "wk", "wv"))
     size = q.shape[-1] // plain.num_heads
     q, k, v = (t.unflatten(-1, (-1, size)).transpose(1, 2) for t in (q, k, v))
-    q, k = turned(plain, q), turned(plain, k)
+    q, k = apply_rotary(plain, q), apply_rotary(plain, k)
     mixed = scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=True)
     return mixed.transpose(1, 2).flatten(-2) @ layer["attention.wo.weight"].T
 
 
-def turned(plain, x):
+def apply_rotary(plain, x):
     half = x.shape[-1] // 2
     frequency = plain.theta ** -(torch.arange(half, dtype=x.dtype) / half)
     angle = torch.arange(x.shape[-2], dtype=x.dtype)[:, None] * frequency

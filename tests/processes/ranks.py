@@ -1,4 +1,4 @@
-"""The groups of one rank among plain processes, without a fleet."""
+"""Process groups of one rank in plain processes, without a fleet."""
 
 from __future__ import annotations
 
@@ -17,18 +17,18 @@ from elastic.geometry.layout import Layout
 
 CPU = torch.device("cpu")
 TIMEOUT = timedelta(seconds=200)
-"""A rank that has no part in some layouts waits at the next for those that have."""
+"""Long enough for a rank that is in no group of a layout: it waits for the others at the next."""
 GENERATION = 7
 
 
 def open_file_store(folder: Path, num_ranks: int) -> dist.FileStore:
-    """One store for all layouts that the processes of a test form, each under its own name."""
+    """Open the store in which the processes of a test form all layouts, each under its name."""
     return dist.FileStore(str(folder / "store"), num_ranks)
 
 
 @contextmanager
-def world(store: dist.Store, name: str, world_rank: int, num_ranks: int) -> Iterator[None]:
-    """A default group, which is gone afterwards with all that were made inside it."""
+def default_group(store: dist.Store, name: str, world_rank: int, num_ranks: int) -> Iterator[None]:
+    """A default group; leaving the block destroys it and all groups formed in it."""
     prefixed = dist.PrefixStore(name, store)
     dist.init_process_group(
         "gloo", store=prefixed, world_size=num_ranks, rank=world_rank, timeout=TIMEOUT
@@ -39,11 +39,11 @@ def world(store: dist.Store, name: str, world_rank: int, num_ranks: int) -> Iter
 
 
 @contextmanager
-def formed(
+def formed_groups(
     layout: Layout, store: dist.Store, name: str, world_rank: int, has_experts: bool = False
 ) -> Iterator[Groups]:
-    """This rank's groups under a layout, as a worker forms them."""
+    """The groups of this rank under a layout, formed as a worker forms them."""
     members = tuple(f"w{rank}" for rank in range(layout.num_workers))
-    with world(store, name, world_rank, layout.num_workers):
+    with default_group(store, name, world_rank, layout.num_workers):
         assignment = Assignment(GENERATION, layout, members)
         yield form_groups(assignment, world_rank, CPU, TIMEOUT, has_experts)

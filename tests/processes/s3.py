@@ -1,6 +1,6 @@
-"""A real S3 server on loopback (moto's), behind a door that can be shut and opened again.
+"""A real S3 server on loopback (moto's), behind a proxy that can be closed and opened again.
 
-The server keeps what it has in memory; so that an outage loses nothing, it is the door that goes.
+The server holds its objects in memory. An outage closes the proxy, so that no object is lost.
 """
 
 from __future__ import annotations
@@ -30,26 +30,26 @@ sys.stdin.read()
 """
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
 START_TIMEOUT_S = 60.0
-NUM_KEPT_UPLOADS = 8
+NUM_KEPT_HEADERS = 8
 GET = re.compile(rb"GET [^ ?]*/([^ /?]+)[ ?]")
 
 
-class Door:
-    """Forwards connections to a port, unless it is shut."""
+class S3Proxy:
+    """Forwards connections to the port of an S3 server, unless it is closed."""
 
-    def __init__(self, target: int) -> None:
-        self.target = target
-        self.port = port_of_nobody()
+    def __init__(self, target_port: int) -> None:
+        self.target_port = target_port
+        self.port = find_unused_port()
         self._listener: socket.socket | None = None
-        self._open_ones: set[socket.socket] = set()
-        self.fetched: Counter[str] = Counter()
-        """How often a file has been asked for, by its name."""
-        self.uploads: deque[str] = deque(maxlen=NUM_KEPT_UPLOADS)
-        """The heads of the last uploads, for the message of an assertion."""
+        self._sockets: set[socket.socket] = set()
+        self.num_fetches: Counter[str] = Counter()
+        """How often clients have requested a file, by its name."""
+        self.upload_headers: deque[str] = deque(maxlen=NUM_KEPT_HEADERS)
+        """The headers of the last uploads, for the message of an assertion."""
 
     @property
     def url(self) -> str:
-        """Of a folder in a bucket behind it."""
+        """URL of a folder in the bucket."""
         return self.url_of("runs")
 
     def url_of(self, folder: str) -> str:
@@ -60,16 +60,16 @@ class Door:
         self._listener = socket.create_server(("127.0.0.1", self.port), reuse_port=True)
         threading.Thread(target=self._serve, args=(self._listener,), daemon=True).start()
 
-    def shut(self) -> None:
-        """Nobody gets in any more, and who is in is thrown out."""
+    def close(self) -> None:
+        """Refuse new connections, and break the open ones."""
         listener, self._listener = self._listener, None
         if listener is None:
             return
-        for sock in (listener, *self._open_ones.copy()):
+        for sock in (listener, *self._sockets.copy()):
             with suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
         listener.close()
-        self._open_ones.clear()
+        self._sockets.clear()
 
     def _serve(self, listener: socket.socket) -> None:
         while True:
@@ -77,15 +77,17 @@ class Door:
                 incoming, _ = listener.accept()
             except OSError:
                 if listener.fileno() < 0 or listener is not self._listener:
-                    return  # it has been shut
-                continue  # the client has gone already
+                    return  # the proxy is closed
+                continue  # the client has disconnected already
             try:
-                outgoing = socket.create_connection(("127.0.0.1", self.target), START_TIMEOUT_S)
+                outgoing = socket.create_connection(
+                    ("127.0.0.1", self.target_port), START_TIMEOUT_S
+                )
                 outgoing.settimeout(None)
             except OSError:
                 incoming.close()  # else the client would wait for an answer that never comes
                 continue
-            self._open_ones |= {incoming, outgoing}
+            self._sockets |= {incoming, outgoing}
             threading.Thread(target=self._forward, args=(incoming, outgoing), daemon=True).start()
 
     def _forward(self, *pair: socket.socket) -> None:
@@ -95,32 +97,34 @@ class Door:
                     data = sock.recv(1 << 16)
                     if not data:
                         return
-                    if asked := GET.match(data):
-                        self.fetched[asked[1].decode()] += 1
+                    if get_request := GET.match(data):
+                        self.num_fetches[get_request[1].decode()] += 1
                     elif data.startswith(b"PUT "):
-                        self.uploads.append(data.partition(b"\r\n\r\n")[0].decode(errors="replace"))
+                        self.upload_headers.append(
+                            data.partition(b"\r\n\r\n")[0].decode(errors="replace")
+                        )
                     pair[1 - pair.index(sock)].sendall(data)
         except OSError:
-            return  # one of the two has hung up, or the door has been shut
+            return  # one side has closed the connection, or the proxy is closed
         finally:
-            self._open_ones -= set(pair)
+            self._sockets -= set(pair)
             for sock in pair:
                 sock.close()
 
 
 @contextmanager
-def s3_with_keys() -> Iterator[Door]:
-    """A server, and the keys to it in the environment."""
-    with pytest.MonkeyPatch.context() as environment, s3_server() as door:
+def start_s3_with_credentials() -> Iterator[S3Proxy]:
+    """Start an S3 server, and set its credentials in the environment."""
+    with pytest.MonkeyPatch.context() as environment, start_s3_server() as proxy:
         for name, value in CREDENTIALS.items():
             environment.setenv(name, value)
-        yield door
+        yield proxy
 
 
 @contextmanager
-def s3_server() -> Iterator[Door]:
-    """Its door, open, with an empty bucket behind; ends the server at the end."""
-    port = free_port()
+def start_s3_server() -> Iterator[S3Proxy]:
+    """Start an S3 server with an empty bucket; yield its open proxy."""
+    port = find_free_port()
     environment = {**os.environ, **CREDENTIALS}
     server = subprocess.Popen(
         [sys.executable, "-c", SERVER, str(port)],
@@ -129,34 +133,34 @@ def s3_server() -> Iterator[Door]:
         stderr=subprocess.DEVNULL,
         env=environment,
     )
-    door = Door(port)
+    proxy = S3Proxy(port)
     try:
-        _await(port, server)
+        _wait_until_listening(port, server)
         bucket = urllib.request.Request(f"http://127.0.0.1:{port}/bucket", method="PUT")
         urllib.request.urlopen(bucket).close()
-        door.open()
-        yield door
-        door.shut()
+        proxy.open()
+        yield proxy
+        proxy.close()
     finally:
         server.send_signal(signal.SIGKILL)
         server.wait()
 
 
-def port_of_nobody() -> int:
-    """Below those that the system gives to connections: while the door is shut, nobody takes it."""
+def find_unused_port() -> int:
+    """Find a port below the ephemeral range: no process takes it while the proxy is closed."""
     while True:
         port = random.randrange(24_000, 32_000)
         with suppress(OSError), socket.create_server(("127.0.0.1", port)):
             return port
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port: int = server.getsockname()[1]
     return port
 
 
-def _await(port: int, server: subprocess.Popen[bytes]) -> None:
+def _wait_until_listening(port: int, server: subprocess.Popen[bytes]) -> None:
     deadline = time.monotonic() + START_TIMEOUT_S
     while True:
         try:

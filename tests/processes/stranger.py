@@ -1,7 +1,7 @@
 """A process that knows where a snapshot server or the store listens, but not the run's secret.
 
-`python stranger.py DEED SOCKET HOST PORT`: prints what it has got, one JSON object a line. For the
-store SOCKET is empty.
+`python stranger.py ATTACK SOCKET HOST PORT` prints what it received, one JSON object a line.
+For the store, SOCKET is empty.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ from contextlib import suppress
 NUM_FLOODING = 600
 PATIENCE_S = 5.0
 STORE_PAUSE_S = 0.05
-"""Between two rounds: they are to harm the store, not to take the machine's cores from the run."""
+"""Between two rounds: the attack must not starve the run of CPU time."""
 
 
-def connections(name: str, host: str, port: int) -> Iterator[socket.socket]:
-    beside = socket.socket(socket.AF_UNIX)
-    beside.connect("\0" + name)
-    for sock in (beside, socket.create_connection((host, port))):
+def open_connections(name: str, host: str, port: int) -> Iterator[socket.socket]:
+    local_socket = socket.socket(socket.AF_UNIX)
+    local_socket.connect("\0" + name)
+    for sock in (local_socket, socket.create_connection((host, port))):
         sock.settimeout(PATIENCE_S)
         yield sock
 
 
-def received(sock: socket.socket) -> tuple[int, int]:
-    """How many bytes and descriptors come until the other side hangs up or falls silent."""
+def count_received(sock: socket.socket) -> tuple[int, int]:
+    """Count bytes and descriptors until the server closes the connection or sends no more."""
     num_bytes = num_fds = 0
     with suppress(OSError):
         while True:
@@ -42,69 +42,69 @@ def received(sock: socket.socket) -> tuple[int, int]:
     return num_bytes, num_fds
 
 
-def asked(sock: socket.socket, **message: object) -> None:
+def send_request(sock: socket.socket, **message: object) -> None:
     body = json.dumps(message).encode()
     with suppress(OSError):
         sock.sendall(struct.pack("!I", len(body)) + body)
 
 
-def read(name: str, host: str, port: int) -> None:
-    """Ask for a snapshot as the run's own processes do, but for the handshake."""
-    about = {"worker": "w0", "generation": 3, "step": 1}
-    for what in ("open", "get"):
-        for sock in connections(name, host, port):
-            asked(sock, do=what, **about)
-            print(json.dumps({what: received(sock)}), flush=True)
+def read_snapshots(name: str, host: str, port: int) -> None:
+    """Request a snapshot as the processes of the run do, but without the handshake."""
+    snapshot = {"worker": "w0", "generation": 3, "step": 1}
+    for action in ("open", "get"):
+        for sock in open_connections(name, host, port):
+            send_request(sock, do=action, **snapshot)
+            print(json.dumps({action: count_received(sock)}), flush=True)
 
 
-def replay(name: str, host: str, port: int) -> None:
-    """Open the handshake, then show the server's own proof back to it."""
-    for sock in connections(name, host, port):
+def replay_proof(name: str, host: str, port: int) -> None:
+    """Begin the handshake, then send the proof of the server back to it."""
+    for sock in open_connections(name, host, port):
         sock.sendall(b"elastic-snapshots-1\n" + bytes(32))
         answer = sock.recv(64, socket.MSG_WAITALL)
         with suppress(OSError):
             sock.sendall(answer[32:])
-        asked(sock, do="open", worker="w0", generation=3, step=1)
-        print(json.dumps({"replay": received(sock)}), flush=True)
+        send_request(sock, do="open", worker="w0", generation=3, step=1)
+        print(json.dumps({"replay": count_received(sock)}), flush=True)
 
 
-def harm(name: str, host: str, port: int) -> None:
-    """Garbage, huge sizes and half messages, over and over."""
+def send_garbage(name: str, host: str, port: int) -> None:
+    """Send garbage, huge sizes and incomplete messages, repeatedly."""
     huge = {"worker": "w9", "generation": 3, "num_bytes": 2**50}
     while True:
         for kind in range(5):
-            for sock in connections(name, host, port):
+            for sock in open_connections(name, host, port):
                 with sock, suppress(OSError):
                     if kind == 0:
                         sock.sendall(os.urandom(5000))
                     elif kind == 1:
                         sock.sendall(struct.pack("!I", 2**32 - 1) + b"{")
                     elif kind == 2:
-                        asked(sock, do="room", **huge)
+                        send_request(sock, do="room", **huge)
                     elif kind == 3:
-                        asked(sock, do="put", step=9, kept_step=-2, **huge)
+                        send_request(sock, do="put", step=9, kept_step=-2, **huge)
                     else:
                         sock.sendall(b"elastic-snapshots-1\n" + bytes(31))
         print(json.dumps({"harm": True}), flush=True)
 
 
-def flood(name: str, host: str, port: int) -> None:
-    """More connections than any server has descriptors for, all silent, renewed as they end."""
-    held: list[socket.socket] = []
+def flood_server(name: str, host: str, port: int) -> None:
+    """Open more silent connections than a server has descriptors, and renew them."""
+    sockets: list[socket.socket] = []
     while True:
         with suppress(OSError):
-            for sock in connections(name, host, port):
-                held.append(sock)
-        if len(held) > NUM_FLOODING:
-            print(json.dumps({"flood": len(held)}), flush=True)
-            for sock in held[: NUM_FLOODING // 2]:
+            for sock in open_connections(name, host, port):
+                sockets.append(sock)
+        if len(sockets) > NUM_FLOODING:
+            print(json.dumps({"flood": len(sockets)}), flush=True)
+            for sock in sockets[: NUM_FLOODING // 2]:
                 sock.close()
-            del held[: NUM_FLOODING // 2]
+            del sockets[: NUM_FLOODING // 2]
             time.sleep(0.01)
 
 
-def store_garbage(name: str, host: str, port: int) -> None:
-    """Bytes that are not the store's protocol, and the beginnings of such that are."""
+def send_garbage_to_store(name: str, host: str, port: int) -> None:
+    """Send bytes that are not the protocol of the store, and incomplete messages that are."""
     while True:
         for kind in range(4):
             with suppress(OSError), socket.create_connection((host, port), PATIENCE_S) as sock:
@@ -120,24 +120,23 @@ def store_garbage(name: str, host: str, port: int) -> None:
         time.sleep(STORE_PAUSE_S)
 
 
-def store_flood(name: str, host: str, port: int) -> None:
-    """Connections that say nothing, renewed all the time."""
-    held: list[socket.socket] = []
+def flood_store(name: str, host: str, port: int) -> None:
+    """Open silent connections, and renew them continuously."""
+    sockets: list[socket.socket] = []
     while True:
         with suppress(OSError):
-            held.append(socket.create_connection((host, port), PATIENCE_S))
-        if len(held) > NUM_FLOODING:
-            print(json.dumps({"flood": len(held)}), flush=True)
-            for sock in held[: NUM_FLOODING // 2]:
+            sockets.append(socket.create_connection((host, port), PATIENCE_S))
+        if len(sockets) > NUM_FLOODING:
+            print(json.dumps({"flood": len(sockets)}), flush=True)
+            for sock in sockets[: NUM_FLOODING // 2]:
                 sock.close()
-            del held[: NUM_FLOODING // 2]
+            del sockets[: NUM_FLOODING // 2]
             time.sleep(STORE_PAUSE_S)
 
 
-def store_overwrite(name: str, host: str, port: int) -> None:
-    """Every key that a generation's groups would use, if the number of the generation alone
-    protected them."""
-    from torch.distributed import TCPStore  # noqa: PLC0415  it takes seconds: for this deed alone
+def overwrite_store_keys(name: str, host: str, port: int) -> None:
+    """Overwrite the keys that groups would use if only the generation number protected them."""
+    from torch.distributed import TCPStore  # noqa: PLC0415  slow to import
 
     store = TCPStore(host, port, is_master=False, wait_for_workers=False)
     groups = ["", *(f"/{number}/" for number in range(1, 6))]
@@ -154,16 +153,16 @@ def store_overwrite(name: str, host: str, port: int) -> None:
         time.sleep(STORE_PAUSE_S)
 
 
-DEEDS = {
-    "read": read,
-    "replay": replay,
-    "harm": harm,
-    "flood": flood,
-    "store garbage": store_garbage,
-    "store flood": store_flood,
-    "store overwrite": store_overwrite,
+ATTACKS = {
+    "read": read_snapshots,
+    "replay": replay_proof,
+    "harm": send_garbage,
+    "flood": flood_server,
+    "store garbage": send_garbage_to_store,
+    "store flood": flood_store,
+    "store overwrite": overwrite_store_keys,
 }
 
 if __name__ == "__main__":
-    deed, name, host, port = sys.argv[1:]
-    DEEDS[deed](name, host, int(port))
+    attack, name, host, port = sys.argv[1:]
+    ATTACKS[attack](name, host, int(port))

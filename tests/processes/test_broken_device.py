@@ -1,4 +1,4 @@
-"""A device that breaks costs its worker once, also where NCCL blames the connection."""
+"""A broken device loses its worker once, also if NCCL reports a connection error."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 from broken_device import MARK
-from harness import run_plainly
-from run_checks import assert_nothing_redone
+from harness import run_in_processes
+from run_checks import assert_no_step_repeated
 
 from pipelines.run.recipes import tiny
 from pipelines.settings import DataSettings
@@ -17,10 +17,10 @@ SETTINGS = tiny().model_copy(
 )
 
 
-@pytest.mark.parametrize("program", ["breaks_first", "breaks_late"])
-def test_a_worker_with_a_broken_device_is_not_chosen_again(tmp_path: Path, program: str) -> None:
-    """Also if a peer fails first, so that the device's error comes after the abort."""
-    run = run_plainly(
+@pytest.mark.parametrize("program", ["raises_first", "raises_late"])
+def test_worker_with_a_broken_device_is_lost_once(tmp_path: Path, program: str) -> None:
+    """Also if a peer fails first, so that the error of the device comes after the abort."""
+    run = run_in_processes(
         tmp_path / "run",
         SETTINGS,
         3,
@@ -29,8 +29,8 @@ def test_a_worker_with_a_broken_device_is_not_chosen_again(tmp_path: Path, progr
         environment={MARK: str(tmp_path / "pid")},
     )
     assert run.stopped.outcome == "completed", run.story()
-    assert [line["worker"] for line in run.told("WorkerLost")] == ["w1"], run.story()
-    told = [line for line in run.told("WorkerRaised") if line["worker"] == "w1"]
-    assert [line["kind"] for line in told] == ["device"]
-    assert "w1" not in run.told("Resume")[1]["workers"]
-    assert_nothing_redone(run)
+    assert [line["worker"] for line in run.lines_of("WorkerLost")] == ["w1"], run.story()
+    exceptions = [line for line in run.lines_of("WorkerRaised") if line["worker"] == "w1"]
+    assert [line["kind"] for line in exceptions] == ["device"]
+    assert "w1" not in run.lines_of("Resume")[1]["workers"]
+    assert_no_step_repeated(run)

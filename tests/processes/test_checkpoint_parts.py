@@ -1,4 +1,4 @@
-"""Checkpoint parts: any regions out of any regions, and never a pickle."""
+"""Checkpoint shards: any regions can be read from any others, and no pickle is opened."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ SPECS = (
 LAYOUTS = st.builds(Layout, dp=st.integers(1, 3), fsdp=st.integers(1, 5))
 
 
-def whole_tensors() -> dict[str, torch.Tensor]:
+def make_full_tensors() -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(1)
     return {
         spec.name: (1000 * torch.randn(spec.shape, generator=generator)).to(
@@ -50,66 +50,68 @@ def whole_tensors() -> dict[str, torch.Tensor]:
     }
 
 
-def cut(tensor: torch.Tensor, region: Region) -> torch.Tensor:
+def slice_region(tensor: torch.Tensor, region: Region) -> torch.Tensor:
     pairs = zip(region.offsets, region.shape, strict=True)
     return tensor[tuple(slice(first, first + length) for first, length in pairs)]
 
 
 def write_checkpoint(run_folder: Path, layout: Layout) -> Path:
-    """A whole checkpoint, each region written by its first holder."""
-    whole = whole_tensors()
+    """Write a complete checkpoint; the first holder of each region writes it."""
+    tensors = make_full_tensors()
     run = DiskStorage(run_folder)
     files = []
-    for rank in range(layout.num_workers):
-        place = layout.coordinates(rank)
+    for world_rank in range(layout.num_workers):
+        coordinates = layout.coordinates(world_rank)
         parts = {}
         for spec in SPECS:
-            if sharding_of(spec, layout).first_holder(rank) == rank:
-                region = region_of(spec, layout, place)
-                parts[spec.name] = (region, cut(whole[spec.name], region))
-        name = f"part-w{rank}.safetensors"
+            if sharding_of(spec, layout).first_holder(world_rank) == world_rank:
+                region = region_of(spec, layout, coordinates)
+                parts[spec.name] = (region, slice_region(tensors[spec.name], region))
+        name = f"part-w{world_rank}.safetensors"
         written = write_part(run.at(folder_of(3, 2)), name, parts)
         files.append(PartFile(name, *astuple(written)))
     return Path(publish(run, 3, 2, files))
 
 
 @settings(max_examples=25, deadline=None)
-@given(written=LAYOUTS, wanted=LAYOUTS, data=st.data())
-def test_any_layout_reads_what_any_other_wrote(tmp_path_factory, written, wanted, data) -> None:
-    folder = write_checkpoint(tmp_path_factory.mktemp("run"), written)
-    rank = data.draw(st.integers(0, wanted.num_workers - 1))
-    place = wanted.coordinates(rank)
-    regions = {spec.name: region_of(spec, wanted, place) for spec in SPECS}
+@given(source=LAYOUTS, target=LAYOUTS, data=st.data())
+def test_checkpoint_of_any_layout_is_read_under_any_other(
+    tmp_path_factory, source, target, data
+) -> None:
+    folder = write_checkpoint(tmp_path_factory.mktemp("run"), source)
+    world_rank = data.draw(st.integers(0, target.num_workers - 1))
+    coordinates = target.coordinates(world_rank)
+    regions = {spec.name: region_of(spec, target, coordinates) for spec in SPECS}
     read = read_regions(DiskStorage(folder), regions)
-    whole = whole_tensors()
+    full_tensors = make_full_tensors()
     for spec in SPECS:
-        expected = cut(whole[spec.name], regions[spec.name])
+        expected = slice_region(full_tensors[spec.name], regions[spec.name])
         assert read[spec.name].dtype == expected.dtype
         assert torch.equal(read[spec.name], expected), spec.name
 
 
-def test_only_the_tensors_asked_for_are_read(tmp_path) -> None:
+def test_only_requested_tensors_are_read(tmp_path) -> None:
     folder = write_checkpoint(tmp_path, Layout(fsdp=2))
     read = read_regions(DiskStorage(folder), {"layers.0.weight": Region((2, 1), (3, 2))})
-    expected = cut(whole_tensors()["layers.0.weight"], Region((2, 1), (3, 2)))
+    expected = slice_region(make_full_tensors()["layers.0.weight"], Region((2, 1), (3, 2)))
     assert list(read) == ["layers.0.weight"]
     assert torch.equal(read["layers.0.weight"], expected)
 
 
 def test_stock_dcp_and_safetensors_read_the_same_files(tmp_path) -> None:
     folder = write_checkpoint(tmp_path, Layout(fsdp=2))
-    whole = whole_tensors()
-    loaded = {name: torch.zeros_like(tensor) for name, tensor in whole.items()}
+    full_tensors = make_full_tensors()
+    loaded = {name: torch.zeros_like(tensor) for name, tensor in full_tensors.items()}
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         dcp.load(loaded, storage_reader=HuggingFaceStorageReader(str(folder)), no_dist=True)
-    assert all(torch.equal(loaded[name], tensor) for name, tensor in whole.items())
+    assert all(torch.equal(loaded[name], tensor) for name, tensor in full_tensors.items())
     first = load_file(folder / "part-w0.safetensors")
-    assert torch.equal(first["layers.0.weight"], whole["layers.0.weight"][:4])
+    assert torch.equal(first["layers.0.weight"], full_tensors["layers.0.weight"][:4])
 
 
 class Malicious:
-    """A pickle that leaves a mark when it is opened."""
+    """A pickle that creates a folder when it is opened."""
 
     def __init__(self, mark: Path) -> None:
         self.mark = mark
@@ -118,7 +120,7 @@ class Malicious:
         return os.mkdir, (str(self.mark),)
 
 
-def test_no_pickle_in_the_folder_is_ever_opened(tmp_path) -> None:
+def test_pickles_in_the_folder_are_never_opened(tmp_path) -> None:
     folder = write_checkpoint(tmp_path, Layout(dp=2, fsdp=2))
     mark = tmp_path / "opened"
     poison = pickle.dumps(Malicious(mark))
@@ -127,20 +129,20 @@ def test_no_pickle_in_the_folder_is_ever_opened(tmp_path) -> None:
     read = read_regions(
         DiskStorage(folder), {spec.name: Region.whole(spec.shape) for spec in SPECS}
     )
-    assert torch.equal(read["half"], whole_tensors()["half"])
+    assert torch.equal(read["half"], make_full_tensors()["half"])
     assert not mark.exists()
     pickle.loads(poison)
     assert mark.exists()
 
 
 @pytest.mark.parametrize("name", ["layers.0.bias", "layers.0.weight"])
-def test_what_is_not_there_is_the_users_error(tmp_path, name) -> None:
+def test_missing_tensor_or_region_is_a_user_error(tmp_path, name) -> None:
     folder = write_checkpoint(tmp_path, Layout())
     with pytest.raises(UserError, match=name):
         read_regions(DiskStorage(folder), {name: Region((0, 0), (8, 3))})
 
 
-def test_a_missing_part_is_told(tmp_path) -> None:
+def test_missing_shard_is_reported(tmp_path) -> None:
     folder = write_checkpoint(tmp_path, Layout(fsdp=2))
     manifest = json.loads((folder / "manifest.json").read_text())
     del manifest["files"]["part-w1.safetensors"]
@@ -150,7 +152,7 @@ def test_a_missing_part_is_told(tmp_path) -> None:
 
 
 @pytest.mark.parametrize("num_bytes", [0, 4, 100])
-def test_a_part_cut_short_is_told(tmp_path, num_bytes) -> None:
+def test_truncated_shard_is_reported(tmp_path, num_bytes) -> None:
     folder = write_checkpoint(tmp_path, Layout())
     file = folder / "part-w0.safetensors"
     file.write_bytes(file.read_bytes()[:num_bytes])
@@ -163,13 +165,13 @@ def test_a_folder_without_a_manifest_is_no_checkpoint(tmp_path) -> None:
         read_regions(DiskStorage(tmp_path), {})
 
 
-def test_a_tensor_that_is_not_its_region_is_refused(tmp_path) -> None:
+def test_tensor_of_another_shape_than_its_region_is_refused(tmp_path) -> None:
     with pytest.raises(ValueError, match="norm"):
         parts = {"norm": (Region((0,), (2,)), torch.zeros(3))}
         write_part(DiskStorage(tmp_path), "p.safetensors", parts)
 
 
-def test_a_disk_that_refuses_is_an_os_error(tmp_path) -> None:
+def test_failing_disk_raises_os_error(tmp_path) -> None:
     (tmp_path / "file").touch()
     with pytest.raises(OSError, match="file"):
         write_part(DiskStorage(tmp_path / "file"), "p.safetensors", {})
@@ -177,8 +179,10 @@ def test_a_disk_that_refuses_is_an_os_error(tmp_path) -> None:
 
 @given(place=st.floats(0, 1, exclude_max=True), bit=st.integers(0, 7))
 @settings(max_examples=150, deadline=None)
-def test_a_flipped_bit_anywhere_is_told_of_its_file(small_blocks, place: float, bit: int) -> None:
-    """Also one that changes no tensor, in the padding of the header."""
+def test_flipped_bit_anywhere_is_reported_with_its_file(
+    small_blocks, place: float, bit: int
+) -> None:
+    """Also a bit in the padding of the header, which changes no tensor."""
     folder, content = small_blocks
     file = folder / "part-w1.safetensors"
     changed = bytearray(content)
@@ -188,14 +192,14 @@ def test_a_flipped_bit_anywhere_is_told_of_its_file(small_blocks, place: float, 
     with pytest.raises(DamagedCheckpoint, match=r"part-w1\.safetensors: "):
         read_regions(DiskStorage(folder), regions)
     file.write_bytes(content)
-    whole = whole_tensors()
+    full_tensors = make_full_tensors()
     read = read_regions(DiskStorage(folder), regions)
-    assert all(torch.equal(read[name], whole[name]) for name in whole)
+    assert all(torch.equal(read[name], full_tensors[name]) for name in full_tensors)
 
 
 @pytest.fixture(scope="module")
 def small_blocks(tmp_path_factory) -> tuple[Path, bytes]:
-    """A checkpoint of two parts, the second's content, in blocks of 16 bytes."""
+    """A checkpoint of two shards in blocks of 16 bytes, and the content of the second."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(part_file, "BLOCK_BYTES", 16)
         folder = write_checkpoint(tmp_path_factory.mktemp("run"), Layout(fsdp=2))
@@ -208,5 +212,5 @@ def test_other_formats_are_refused_with_a_reason(tmp_path) -> None:
     manifest.write_text(manifest.read_text().replace('"format_version": 4', '"format_version": 5'))
     with pytest.raises(DamagedCheckpoint, match="format_version 5 is not supported"):
         read_regions(DiskStorage(folder), {})
-    found = find_checkpoints(DiskStorage(tmp_path))
-    assert not found.whole and "format_version 5" in found.complaints[0]
+    checkpoints = find_checkpoints(DiskStorage(tmp_path))
+    assert not checkpoints.whole and "format_version 5" in checkpoints.complaints[0]

@@ -8,7 +8,7 @@ from pathlib import Path
 import custom_net
 import pytest
 import torch
-from harness import Outcome, run_plainly
+from harness import Outcome, run_in_processes
 
 from actors.runtime.fault_spec import Fault
 from elastic.geometry.sample_order import microbatch_seed
@@ -19,27 +19,32 @@ RECIPE = f"{Path(custom_net.__file__)}:recipe"
 
 
 @cache
-def plain():
-    """One thread: on a busy machine, two that wait for each other are ten times slower."""
+def plain_results():
+    """Train with one thread: two that wait for each other are ten times slower under load."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return custom_net.plainly(microbatch_seed)
+        return custom_net.train_in_one_process(microbatch_seed)
     finally:
         torch.set_num_threads(num_threads)
 
 
-def assert_equals_the_plain_loop(run: Outcome) -> None:
+def assert_equals_plain_loop(run: Outcome) -> None:
     assert run.stopped.outcome == "completed", run.stopped
-    losses, evaluated, state = plain()
+    losses, expected_evaluations, state = plain_results()
     assert list(run.losses().values()) == pytest.approx(losses, rel=1e-9)
-    told = {line["step"]: [line["loss"], line["metrics"]] for line in run.told("Evaluated")}
-    assert told.keys() == evaluated.keys()
-    for step, (held_out_loss, accuracy) in evaluated.items():
-        assert told[step] == [pytest.approx(held_out_loss, rel=1e-9), [["accuracy", accuracy]]]
-    ours = weights_of(run.folder)
-    assert ours.keys() == state.keys()
-    for name, value in ours.items():
+    evaluations = {
+        line["step"]: [line["loss"], line["metrics"]] for line in run.lines_of("Evaluated")
+    }
+    assert evaluations.keys() == expected_evaluations.keys()
+    for step, (held_out_loss, accuracy) in expected_evaluations.items():
+        assert evaluations[step] == [
+            pytest.approx(held_out_loss, rel=1e-9),
+            [["accuracy", accuracy]],
+        ]
+    actual = weights_of(run.folder)
+    assert actual.keys() == state.keys()
+    for name, value in actual.items():
         torch.testing.assert_close(value, state[name], rtol=1e-9, atol=1e-11)
 
 
@@ -51,18 +56,20 @@ def assert_equals_the_plain_loop(run: Outcome) -> None:
         pytest.param("dp=2,tp=2", 4, marks=pytest.mark.slow),
     ],
 )
-def test_killed_twice_and_resized(layout: str, num_workers: int, tmp_path: Path) -> None:
-    """Five microbatches on three and two data ranks, so some ranks always pad."""
+def test_custom_model_killed_twice_and_resized_equals_the_plain_loop(
+    layout: str, num_workers: int, tmp_path: Path
+) -> None:
+    """There are five microbatches on three or two data ranks, so some ranks always pad."""
     faults = (Fault("kill", "w2", 6, "compute"), Fault("kill", "w1", 12, "apply"))
-    leaving = ((18, WorkerDraining("w0", "shrinks")),)
-    run = run_plainly(
+    drain = ((18, WorkerDraining("w0", "shrinks")),)
+    run = run_in_processes(
         tmp_path,
-        custom_net.OWN,
+        custom_net.CUSTOM_SETTINGS,
         num_workers,
         layout=layout,
         faults=faults,
-        due=leaving,
+        due=drain,
         recipe=RECIPE,
     )
-    assert_equals_the_plain_loop(run)
+    assert_equals_plain_loop(run)
     assert len({line["world_size"] for line in run.metrics}) > 1

@@ -9,7 +9,7 @@ from typing import Any
 import custom_chain
 import pytest
 import torch
-from harness import run_plainly
+from harness import run_in_processes
 from test_snapshots import kill
 
 from elastic.protocol.events import WorkerDraining
@@ -19,19 +19,19 @@ RECIPE = f"{Path(custom_chain.__file__)}:recipe"
 
 
 @cache
-def plain(microbatch: int):
-    """One thread: on a busy machine, two that wait for each other are ten times slower."""
+def plain_results(microbatch: int):
+    """Train with one thread: two that wait for each other are ten times slower under load."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return custom_chain.plainly(microbatch)
+        return custom_chain.train_in_one_process(microbatch)
     finally:
         torch.set_num_threads(num_threads)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("layout", "num_workers", "changes", "formed"),
+    ("layout", "num_workers", "changes", "trained_layouts"),
     [
         ("pp=2", 2, {}, ["pp=2", "dp=1"]),
         ("dp=2,pp=2", 4, {}, ["pp=2,dp=2", "pp=2"]),
@@ -43,34 +43,40 @@ def plain(microbatch: int):
         ),
     ],
 )
-def test_killed_and_resized(
-    layout: str, num_workers: int, changes: dict[str, Any], formed: list[str], tmp_path: Path
+def test_custom_pipeline_killed_and_resized_equals_the_plain_loop(
+    layout: str,
+    num_workers: int,
+    changes: dict[str, Any],
+    trained_layouts: list[str],
+    tmp_path: Path,
 ) -> None:
     """The last worker takes all stages; evaluations end with a smaller microbatch."""
-    leaving = ((45, WorkerDraining("w0", "shrinks")),)
-    settings = custom_chain.OWN.model_copy(update=changes)
-    run = run_plainly(
+    drain = ((45, WorkerDraining("w0", "shrinks")),)
+    settings = custom_chain.CUSTOM_SETTINGS.model_copy(update=changes)
+    run = run_in_processes(
         tmp_path,
         settings,
         num_workers,
         layout=layout,
-        strikes=[kill("w1")],
-        due=leaving,
+        fleet_faults=[kill("w1")],
+        due=drain,
         recipe=RECIPE,
         snapshot_every=1,
     )
     assert run.stopped.outcome == "completed", run.stopped
-    resumed = run.told("Resume")
-    assert [line["layout"] for line in resumed][:2] == formed
-    assert resumed[1]["step"] > 0, "from snapshots"
-    losses, evaluated, state = plain(settings.microbatch)
+    resumes = run.lines_of("Resume")
+    assert [line["layout"] for line in resumes][:2] == trained_layouts
+    assert resumes[1]["step"] > 0, "from snapshots"
+    losses, expected_evaluations, state = plain_results(settings.microbatch)
     assert list(run.losses().values()) == pytest.approx(losses, rel=1e-9)
-    told = {line["step"]: [line["loss"], dict(line["metrics"])] for line in run.told("Evaluated")}
-    assert told.keys() == evaluated.keys()
-    for step, (held_out_loss, accuracy) in evaluated.items():
-        assert told[step][0] == pytest.approx(held_out_loss, rel=1e-9)
-        assert told[step][1] == {"accuracy": pytest.approx(accuracy)}
-    ours = weights_of(run.folder)
-    assert ours.keys() == state.keys()
-    for name, value in ours.items():
+    evaluations = {
+        line["step"]: [line["loss"], dict(line["metrics"])] for line in run.lines_of("Evaluated")
+    }
+    assert evaluations.keys() == expected_evaluations.keys()
+    for step, (held_out_loss, accuracy) in expected_evaluations.items():
+        assert evaluations[step][0] == pytest.approx(held_out_loss, rel=1e-9)
+        assert evaluations[step][1] == {"accuracy": pytest.approx(accuracy)}
+    actual = weights_of(run.folder)
+    assert actual.keys() == state.keys()
+    for name, value in actual.items():
         torch.testing.assert_close(value, state[name], rtol=1e-9, atol=1e-11)

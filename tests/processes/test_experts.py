@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from expected import expected as plainly_trained
-from ranks import formed, open_file_store, world
+from expected import expected as train_plain_loop
+from ranks import default_group, formed_groups, open_file_store
 from test_replica import CPU, NUM_STEPS, Trained, program_of, train
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
@@ -63,12 +63,12 @@ SPREADINGS = {
     "cp2 x ep2": Spreading(2, 2, "cp"),
     "ep4 within a sequence": Spreading(1, 4, "ep"),
 }
-CASES = ("usual", "quarantined", "without tokens", "padding")
+CASES = ("usual", "unused experts", "without tokens", "padding")
 
 
-def assert_trained_plainly(trained: Trained, shards: list[dict[str, Tensor]]) -> None:
-    seen, weights = plainly_trained(SETTINGS, NUM_STEPS)
-    losses, norms = zip(*seen, strict=True)
+def assert_equals_plain_loop(trained: Trained, shards: list[dict[str, Tensor]]) -> None:
+    losses_and_norms, weights = train_plain_loop(SETTINGS, NUM_STEPS)
+    losses, norms = zip(*losses_and_norms, strict=True)
     assert trained.losses == pytest.approx(losses, rel=1e-9)
     assert trained.norms == pytest.approx(norms, rel=1e-9)
     for name, weight in weights.items():
@@ -77,10 +77,10 @@ def assert_trained_plainly(trained: Trained, shards: list[dict[str, Tensor]]) ->
     assert losses[-1] < losses[0]
 
 
-def test_one_process_trains_as_the_plain_loop_does() -> None:
+def test_one_process_equals_the_plain_loop() -> None:
     with group_of_one(CPU) as groups:
         trained = train(program_of(SETTINGS), groups)
-    assert_trained_plainly(trained, [trained.tensors])
+    assert_equals_plain_loop(trained, [trained.tensors])
 
 
 @pytest.mark.parametrize("change", ["microbatch", "balance_coefficient"])
@@ -92,7 +92,7 @@ def test_the_comparison_detects_another_weight_of_the_balance_loss(change: str) 
         model = SETTINGS.model.model_copy(update={"experts": experts})
         other = SETTINGS.model_copy(update={"model": model})
     [(loss, norm), (other_loss, other_norm)] = (
-        plainly_trained(settings, NUM_STEPS)[0][0] for settings in (SETTINGS, other)
+        train_plain_loop(settings, NUM_STEPS)[0][0] for settings in (SETTINGS, other)
     )
     assert other_loss == loss
     assert other_norm != pytest.approx(norm, rel=1e-8)
@@ -114,12 +114,12 @@ def test_computation_settings_do_not_change_the_losses(change: dict[str, bool]) 
     assert losses[0] == pytest.approx(losses[1], rel=1e-12)
 
 
-def whole(case: str) -> tuple[MixtureOfExperts, Tensor, Tensor]:
+def build_unsharded(case: str) -> tuple[MixtureOfExperts, Tensor, Tensor]:
     """The unsharded module, the hidden states (4, 6, DIM) of four ranks, and their gradients."""
     torch.manual_seed(3)
     module = MixtureOfExperts(DIM, EXPERTS).double()
     hidden, gradient = torch.randn(2, 4, 6, DIM, dtype=torch.float64)
-    if case == "quarantined":
+    if case == "unused experts":
         with torch.no_grad():
             module.router.weight[:2] += 1
             module.router.weight[2:] -= 1
@@ -127,7 +127,9 @@ def whole(case: str) -> tuple[MixtureOfExperts, Tensor, Tensor]:
     return module, hidden, gradient
 
 
-def computed(module: MixtureOfExperts, hidden: Tensor, gradient: Tensor, counted: bool) -> Any:
+def compute_gradients(
+    module: MixtureOfExperts, hidden: Tensor, gradient: Tensor, counted: bool
+) -> Any:
     """Run forward and backward; return the output and all gradients."""
     hidden = hidden.clone().requires_grad_()
     output = module(hidden, counted)
@@ -139,17 +141,17 @@ def computed(module: MixtureOfExperts, hidden: Tensor, gradient: Tensor, counted
     }
 
 
-def tokens_of(whole: Tensor, rank: int, num_ranks: int, case: str) -> Tensor:
+def tokens_of(tensor: Tensor, rank: int, num_ranks: int, case: str) -> Tensor:
     """The tokens (1, any, DIM) of one rank; the last may have none."""
-    tokens = whole.flatten(0, 1)
+    tokens = tensor.flatten(0, 1)
     if case == "without tokens":
-        parts = [*tokens.chunk(num_ranks - 1), tokens[:0]]
+        chunks = [*tokens.chunk(num_ranks - 1), tokens[:0]]
     else:
-        parts = tokens.chunk(num_ranks)
-    return parts[rank][None]
+        chunks = tokens.chunk(num_ranks)
+    return chunks[rank][None]
 
 
-def divide(module: MixtureOfExperts, ep_rank: int, num_ep: int) -> None:
+def keep_expert_chunk(module: MixtureOfExperts, ep_rank: int, num_ep: int) -> None:
     """Keep this rank's chunk of the experts."""
     for name, weight in list(module.experts.named_parameters()):
         chunk = weight.detach().chunk(num_ep)[ep_rank].clone()
@@ -164,11 +166,11 @@ def run_rank(world_rank: int, folder: Path) -> None:
         num_ranks = spreading.num_ranks
         if world_rank >= num_ranks:
             continue
-        with world(store, name, world_rank, num_ranks):
+        with default_group(store, name, world_rank, num_ranks):
             compute_cases(name, spreading, world_rank, folder)
     if world_rank < SHARDED.num_workers:
         # One rank has only one of three microbatches, so that its second round is padding.
-        with formed(SHARDED, store, "sharded", world_rank) as groups:
+        with formed_groups(SHARDED, store, "sharded", world_rank) as groups:
             trained = train(program_of(SETTINGS), groups)
         torch.save(trained._asdict(), folder / f"sharded-{world_rank}.pt")
 
@@ -177,15 +179,17 @@ def compute_cases(name: str, spreading: Spreading, world_rank: int, folder: Path
     axes = {"mesh_dim_names": ("cp", "ep")}
     mesh = init_device_mesh("cpu", (spreading.num_cp, spreading.num_ep), **axes)
     for case in CASES:
-        module, hidden, gradient = whole(case)
-        divide(module, mesh.get_local_rank("ep"), spreading.num_ep)
+        module, hidden, gradient = build_unsharded(case)
+        keep_expert_chunk(module, mesh.get_local_rank("ep"), spreading.num_ep)
         module.spread = Spread(
             sequence=mesh.get_group(spreading.sequence_axis), ep=mesh.get_group("ep")
         )
         num_ranks = spreading.num_ranks
-        own = [tokens_of(tensor, world_rank, num_ranks, case) for tensor in (hidden, gradient)]
+        own_tokens = [
+            tokens_of(tensor, world_rank, num_ranks, case) for tensor in (hidden, gradient)
+        ]
         padding = case == "padding" and world_rank in spreading.microbatches()[-1]
-        result = computed(module, *own, counted=not padding)
+        result = compute_gradients(module, *own_tokens, counted=not padding)
         torch.save(result, folder / f"{name}-{case}-{world_rank}.pt")
 
 
@@ -197,13 +201,13 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def test_shards_with_an_empty_round_train_as_the_plain_loop_does(folder: Path) -> None:
+def test_shards_with_an_empty_round_equal_the_plain_loop(folder: Path) -> None:
     ranks = [
         Trained(**torch.load(folder / f"sharded-{rank}.pt", weights_only=False))
         for rank in range(SHARDED.num_workers)
     ]
     for trained in ranks:
-        assert_trained_plainly(trained, [rank.tensors for rank in ranks])
+        assert_equals_plain_loop(trained, [rank.tensors for rank in ranks])
 
 
 @pytest.mark.parametrize("case", CASES)
@@ -212,16 +216,16 @@ def test_every_distribution_computes_the_same(folder: Path, name: str, case: str
     spreading = SPREADINGS[name]
     num_ranks, num_ep = spreading.num_ranks, spreading.num_ep
     ranks = [torch.load(folder / f"{name}-{case}-{rank}.pt") for rank in range(num_ranks)]
-    module, hidden, gradient = whole(case)
-    for number, sharing in enumerate(spreading.microbatches(), start=1):
+    module, hidden, gradient = build_unsharded(case)
+    for number, sharing_ranks in enumerate(spreading.microbatches(), start=1):
         padding = case == "padding" and number == len(spreading.microbatches())
         tokens, gradients = (
-            torch.cat([tokens_of(tensor, rank, num_ranks, case) for rank in sharing], 1)
+            torch.cat([tokens_of(tensor, rank, num_ranks, case) for rank in sharing_ranks], 1)
             for tensor in (hidden, gradient)
         )
-        expected = computed(module, tokens, gradients, counted=not padding)
+        expected = compute_gradients(module, tokens, gradients, counted=not padding)
         for key in ("output", "hidden"):
-            actual = torch.cat([ranks[rank][key] for rank in sharing], 1)
+            actual = torch.cat([ranks[rank][key] for rank in sharing_ranks], 1)
             torch.testing.assert_close(actual, expected[key], rtol=1e-11, atol=1e-13)
     for key, parameter in module.named_parameters():
         if key.startswith("experts."):
@@ -230,4 +234,4 @@ def test_every_distribution_computes_the_same(folder: Path, name: str, case: str
         else:
             actual = sum(rank[key] for rank in ranks)
         torch.testing.assert_close(actual, parameter.grad, rtol=1e-11, atol=1e-13)
-    assert bool(module.experts.w1.grad[2:].any()) != (case == "quarantined")
+    assert bool(module.experts.w1.grad[2:].any()) != (case == "unused experts")

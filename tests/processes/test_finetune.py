@@ -10,8 +10,8 @@ import peft
 import plain_causal_lm
 import pytest
 import torch
-from harness import run_plainly
-from run_checks import assert_nothing_redone
+from harness import run_in_processes
+from run_checks import assert_no_step_repeated
 from test_hugging_face_models import SIZES
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
@@ -38,28 +38,28 @@ def model_folder(folder: Path) -> Path:
     return folder / "model"
 
 
-def asked_for(folder: Path, *changes: str) -> TrainRequest:
-    talks = [
+def request_for(folder: Path, *changes: str) -> TrainRequest:
+    conversations = [
         {"prompt": f"What comes after {n}?", "response": f"{n + 1}, I think" + "." * (n % 5)}
         for n in range(40)
     ]
-    (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, talks)))
-    small = ("dtype=float64", "data.seq_len=120", "batch=4", "eval_every=0", "optimizer.lr=1e-3")
+    (folder / "chats.jsonl").write_text("\n".join(map(json.dumps, conversations)))
+    common = ("dtype=float64", "data.seq_len=120", "batch=4", "eval_every=0", "optimizer.lr=1e-3")
     return TrainRequest(
         "finetune",
         storage=str(folder),
         data=str(folder / "chats.jsonl"),
         steps=NUM_STEPS,
-        changes=(f"init_from={model_folder(folder)}", *small, *changes),
+        changes=(f"init_from={model_folder(folder)}", *common, *changes),
     )
 
 
-def trained(tmp_path: Path, *changes: str) -> tuple[dict[int, float], TrainingProgram]:
-    """A run of four workers, of which two are killed and one is drained."""
-    plan = make_plan(asked_for(tmp_path, *changes), 0)
+def train_with_faults(tmp_path: Path, *changes: str) -> tuple[dict[int, float], TrainingProgram]:
+    """Train with four workers, of which two are killed and one is drained."""
+    plan = make_plan(request_for(tmp_path, *changes), 0)
     settings = plan.settings.model_copy(update={"checkpoint_every": NUM_STEPS})
     folder = plan.run.program.kwargs["data_folder"]
-    run = run_plainly(
+    run = run_in_processes(
         tmp_path / "run",
         settings,
         4,
@@ -69,22 +69,24 @@ def trained(tmp_path: Path, *changes: str) -> tuple[dict[int, float], TrainingPr
         data_folder=folder,
     )
     assert run.stopped.outcome == "completed"
-    assert_nothing_redone(run)
-    assert {"w1", "w2"} <= {line["worker"] for line in run.told("WorkerLost")}
-    assert "w3" not in run.told("Resume")[-1]["workers"]
+    assert_no_step_repeated(run)
+    assert {"w1", "w2"} <= {line["worker"] for line in run.lines_of("WorkerLost")}
+    assert "w3" not in run.lines_of("Resume")[-1]["workers"]
     recipe = {"settings": settings.model_dump(mode="json"), "data_folder": folder}
     (run.folder / "recipe.json").write_text(json.dumps(recipe))
     return run.losses(), TrainingProgram(**recipe, device="cpu")
 
 
-def plainly(program: TrainingProgram, model: torch.nn.Module) -> list[float]:
+def train_plain_model(program: TrainingProgram, model: torch.nn.Module) -> list[float]:
     settings, data, batches = program.settings, program.workload.train, []
     for step in range(NUM_STEPS):
         ids = range(step * settings.batch, (step + 1) * settings.batch)
-        batch = data.read([sample_of(settings.seed, one, data.num_samples) for one in ids])
+        batch = data.read(
+            [sample_of(settings.seed, sample_id, data.num_samples) for sample_id in ids]
+        )
         batches.append((batch.tokens, batch.targets, positions_of(batch.documents)))
     optimizer = settings.optimizer
-    seen = plain_causal_lm.train(
+    losses_and_norms = plain_causal_lm.train(
         model,
         batches,
         [learning_rate(optimizer, step) for step in range(1, NUM_STEPS + 1)],
@@ -92,38 +94,38 @@ def plainly(program: TrainingProgram, model: torch.nn.Module) -> list[float]:
         optimizer.weight_decay,
         optimizer.max_grad_norm,
     )
-    return [loss for loss, _ in seen]
+    return [loss for loss, _ in losses_and_norms]
 
 
 @pytest.mark.soak
-def test_full_weights(tmp_path: Path) -> None:
-    losses, program = trained(tmp_path)
+def test_finetuning_of_all_weights_equals_transformers(tmp_path: Path) -> None:
+    losses, program = train_with_faults(tmp_path)
     model = plain_causal_lm.load(tmp_path / "model")
-    assert list(losses.values()) == pytest.approx(plainly(program, model), rel=1e-9)
+    assert list(losses.values()) == pytest.approx(train_plain_model(program, model), rel=1e-9)
     export("run", tmp_path, tmp_path / "out")
-    stored = models_on_disk.loaded(tmp_path / "out", torch.float64).state_dict()
+    stored = models_on_disk.load_pretrained(tmp_path / "out", torch.float64).state_dict()
     for name, weight in model.state_dict().items():
         torch.testing.assert_close(stored[name], weight, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.slow
-def test_adapters(tmp_path: Path) -> None:
+def test_finetuning_of_adapters_equals_peft(tmp_path: Path) -> None:
     """Base weights are not in the optimizer; the export is a `peft` folder."""
-    losses, program = trained(tmp_path, *LORA)
+    losses, program = train_with_faults(tmp_path, *LORA)
     specs = program.specs()
-    kept = {spec.name for spec in specs if spec.kind == "optimizer"}
-    assert kept and all(is_adapter(name) for name in kept)
+    optimizer_names = {spec.name for spec in specs if spec.kind == "optimizer"}
+    assert optimizer_names and all(is_adapter(name) for name in optimizer_names)
     config = peft.LoraConfig(
         r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM"
     )
     model = peft.get_peft_model(plain_causal_lm.load(tmp_path / "model"), config).double()
-    begun = {
+    initial_adapters = {
         f"base_model.model.{spec.name}": program.initial(spec, Region.whole(spec.shape))
         for spec in specs
         if is_adapter(spec.name) and spec.kind == "parameter"
     }
-    assert not model.load_state_dict(begun, strict=False).unexpected_keys
-    assert list(losses.values()) == pytest.approx(plainly(program, model), rel=1e-9)
+    assert not model.load_state_dict(initial_adapters, strict=False).unexpected_keys
+    assert list(losses.values()) == pytest.approx(train_plain_model(program, model), rel=1e-9)
     export("run", tmp_path, tmp_path / "out")
     loaded = peft.PeftModel.from_pretrained(
         plain_causal_lm.load(tmp_path / "model"), tmp_path / "out"
@@ -141,12 +143,12 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_cannot_be_is_told(tmp_path: Path, name: str) -> None:
-    layout, changes, told = REFUSED[name]
-    asked = asked_for(tmp_path, *changes)
+def test_unsupported_finetuning_is_refused_with_the_reason(tmp_path: Path, name: str) -> None:
+    layout, changes, message = REFUSED[name]
+    request = request_for(tmp_path, *changes)
     if name == "no model":
-        asked = TrainRequest("finetune", storage=str(tmp_path), data=asked.data)
+        request = TrainRequest("finetune", storage=str(tmp_path), data=request.data)
     if layout:
-        asked = TrainRequest(**vars(asked) | {"layout": layout[0], "workers": "2"})
-    with pytest.raises(UserError, match=told):
-        make_plan(asked, 0)
+        request = TrainRequest(**vars(request) | {"layout": layout[0], "workers": "2"})
+    with pytest.raises(UserError, match=message):
+        make_plan(request, 0)

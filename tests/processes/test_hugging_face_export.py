@@ -19,7 +19,7 @@ from models_on_disk import (
     ONLY_ROUTED,
     SEQ_LEN,
     TOKENS,
-    loaded,
+    load_pretrained,
     our_logits,
     random_weights,
     settings_for,
@@ -48,7 +48,7 @@ def elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sys, "argv", sys.argv)
 
 
-def exported(tmp_path: Path, *arguments: str) -> Path:
+def export_run(tmp_path: Path, *arguments: str) -> Path:
     """Export from the command line, to the default folder."""
     sys.argv = ["elastic", "export", "first", "--storage", str(tmp_path), *arguments]
     with pytest.raises(SystemExit) as ended:
@@ -58,10 +58,10 @@ def exported(tmp_path: Path, *arguments: str) -> Path:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_a_dense_model_computes_the_same(tmp_path: Path, layout: str) -> None:
+def test_exported_dense_model_computes_the_same_logits(tmp_path: Path, layout: str) -> None:
     weights = random_weights(DENSE)
     write_run(tmp_path, settings_for(DENSE), Layout.parse(layout), weights)
-    model = loaded(exported(tmp_path))
+    model = load_pretrained(export_run(tmp_path))
     assert type(model).__name__ == "LlamaForCausalLM" and model.dtype == torch.float32
     expected = our_logits(DENSE, weights, TOKENS)
     assert expected.std() > 0.5
@@ -69,10 +69,10 @@ def test_a_dense_model_computes_the_same(tmp_path: Path, layout: str) -> None:
 
 
 @pytest.mark.parametrize("settings", [MIXTURE, ONLY_ROUTED], ids=["shared", "only routed"])
-def test_a_mixture_computes_the_same(tmp_path: Path, settings) -> None:
+def test_exported_mixture_computes_the_same_logits(tmp_path: Path, settings) -> None:
     weights = random_weights(settings)
     write_run(tmp_path, settings_for(settings), Layout.parse("fsdp=2,ep=2"), weights)
-    model = loaded(exported(tmp_path))
+    model = load_pretrained(export_run(tmp_path))
     assert type(model).__name__ == "GraniteMoeSharedForCausalLM"
     expected = our_logits(settings, weights, TOKENS)
     torch.testing.assert_close(their_logits(model, TOKENS), expected, **CLOSE)
@@ -84,24 +84,26 @@ def test_files_and_windows_of_any_size_have_the_same_contents(
     tmp_path, settings, window_bytes
 ) -> None:
     write_run(tmp_path, settings_for(settings), Layout(fsdp=3), random_weights(settings))
-    whole = load_file(exported(tmp_path) / "model.safetensors")
+    expected_tensors = load_file(export_run(tmp_path) / "model.safetensors")
     export("first", tmp_path, Path("cut"), shard_bytes=20_000, window_bytes=window_bytes)
     index = json.loads(Path("cut", "model.safetensors.index.json").read_text())
-    assert index["weight_map"].keys() == whole.keys()
-    assert index["metadata"]["total_size"] == sum(tensor.nbytes for tensor in whole.values())
+    assert index["weight_map"].keys() == expected_tensors.keys()
+    assert index["metadata"]["total_size"] == sum(
+        tensor.nbytes for tensor in expected_tensors.values()
+    )
     for file in set(index["weight_map"].values()):
         tensors = load_file(Path("cut") / file)
         assert len(tensors) == 1 or sum(t.nbytes for t in tensors.values()) <= 20_000
         for name, tensor in tensors.items():
-            assert index["weight_map"][name] == file and torch.equal(tensor, whole[name])
-    for name, tensor in loaded(tmp_path / "cut").state_dict().items():
-        assert torch.equal(tensor, loaded(tmp_path / "first-hf").state_dict()[name])
+            assert index["weight_map"][name] == file and torch.equal(tensor, expected_tensors[name])
+    for name, tensor in load_pretrained(tmp_path / "cut").state_dict().items():
+        assert torch.equal(tensor, load_pretrained(tmp_path / "first-hf").state_dict()[name])
 
 
 def test_bfloat16_is_the_rounded_float32(tmp_path: Path) -> None:
     weights = random_weights(DENSE)
     write_run(tmp_path, settings_for(DENSE), Layout(), weights)
-    model = loaded(exported(tmp_path, "--dtype", "bfloat16"))
+    model = load_pretrained(export_run(tmp_path, "--dtype", "bfloat16"))
     assert model.dtype == torch.bfloat16
     assert torch.equal(model.lm_head.weight, weights["head.weight"].bfloat16())
 
@@ -109,7 +111,7 @@ def test_bfloat16_is_the_rounded_float32(tmp_path: Path) -> None:
 def test_float64_is_exported_unchanged(tmp_path: Path) -> None:
     weights = {name: value.double() for name, value in random_weights(DENSE).items()}
     write_run(tmp_path, settings_for(DENSE, dtype="float64"), Layout(), weights)
-    model = loaded(exported(tmp_path))
+    model = load_pretrained(export_run(tmp_path))
     assert torch.equal(model.lm_head.weight, weights["head.weight"])
     module = Transformer(DENSE).double()
     module.load_state_dict(weights)
@@ -117,16 +119,16 @@ def test_float64_is_exported_unchanged(tmp_path: Path) -> None:
     torch.testing.assert_close(theirs, ours, rtol=0.0, atol=1e-6)  # their angles are float32
 
 
-def test_the_newest_step_or_the_one_that_is_named(tmp_path: Path) -> None:
+def test_export_takes_the_newest_or_the_requested_step(tmp_path: Path) -> None:
     for step in (3, 12, 9):
         write_run(tmp_path, settings_for(DENSE), Layout(), random_weights(DENSE, step), step=step)
     for arguments, step in (((), 12), (("--step", "9"), 9)):
-        tensors = load_file(exported(tmp_path, *arguments) / "model.safetensors")
+        tensors = load_file(export_run(tmp_path, *arguments) / "model.safetensors")
         assert torch.equal(tensors["lm_head.weight"], random_weights(DENSE, step)["head.weight"])
         shutil.rmtree(tmp_path / "first-hf")
 
 
-def prepared(tmp_path: Path, tokenizer: str, text: str) -> Path:
+def prepare_text(tmp_path: Path, tokenizer: str, text: str) -> Path:
     (tmp_path / "text.txt").write_text(text)
     folder = tmp_path / "tokens"
     prepare(find_corpus(str(tmp_path / "text.txt")), folder, find_tokenizer(tokenizer), 0.0)
@@ -134,7 +136,7 @@ def prepared(tmp_path: Path, tokenizer: str, text: str) -> Path:
 
 
 def write_text_run(tmp_path: Path, tokenizer: str, vocab_size: int) -> None:
-    folder = prepared(tmp_path, tokenizer, "to be or not to be\n" * 40)
+    folder = prepare_text(tmp_path, tokenizer, "to be or not to be\n" * 40)
     model = DENSE.model_copy(update={"vocab_size": vocab_size})
     data = DataSettings(source=str(folder), tokenizer=tokenizer, seq_len=SEQ_LEN)
     settings = settings_for(model).model_copy(update={"data": data})
@@ -143,7 +145,7 @@ def write_text_run(tmp_path: Path, tokenizer: str, vocab_size: int) -> None:
 
 def test_the_byte_tokenizer_is_exported_for_transformers(tmp_path: Path) -> None:
     write_text_run(tmp_path, "bytes", 264)
-    folder = exported(tmp_path)
+    folder = export_run(tmp_path)
     theirs, ours = AutoTokenizer.from_pretrained(folder), ByteTokenizer()
     for text in ("to be", " \n\tçüß 東京 \x00\x7f\U0001f600", "", "a  b\r\n"):
         assert theirs(text).input_ids == ours.encode([text])[0].tolist()
@@ -151,7 +153,7 @@ def test_the_byte_tokenizer_is_exported_for_transformers(tmp_path: Path) -> None
     for tokens in (range(256), [0xE6, 0x9D, 65]):
         assert theirs.decode(list(tokens)) == ours.decode(list(tokens))
     assert (theirs.eos_token_id, theirs.bos_token_id) == (256, None)
-    model = loaded(folder)
+    model = load_pretrained(folder)
     assert model.generation_config.eos_token_id == 256
     tokens = theirs("to be", return_tensors="pt")
     assert model.generate(**tokens, max_new_tokens=4, do_sample=False).shape[1] <= 9
@@ -162,9 +164,9 @@ def test_a_tokenizer_file_is_exported_without_disabled_features(tmp_path: Path) 
     file = tmp_path / "words.json"
     file.write_text(json.dumps(WORDS | {"model": WORDS["model"] | {"vocab": words}}))
     write_text_run(tmp_path, str(file), 70)
-    tokenizer = AutoTokenizer.from_pretrained(exported(tmp_path))
+    tokenizer = AutoTokenizer.from_pretrained(export_run(tmp_path))
     assert tokenizer("to be or not").input_ids == [1, 2, 3, 4]
-    assert tokenizer.eos_token_id == 6, "an id after the vocabulary parted the documents"
+    assert tokenizer.eos_token_id == 6, "the id after the vocabulary separated the documents"
 
 
 WORDS = {
@@ -191,49 +193,49 @@ WORDS = {
 def test_a_missing_tokenizer_is_reported(tmp_path: Path, capsys) -> None:
     write_text_run(tmp_path, "bytes", 264)
     shutil.rmtree(tmp_path / "tokens")
-    folder = exported(tmp_path)
+    folder = export_run(tmp_path)
     assert "no tokenizer: " in capsys.readouterr().out
     assert sorted(file.name for file in folder.iterdir()) == ["config.json", "model.safetensors"]
 
 
-def refused(capsys, *arguments: str) -> str:
+def refusal_of(capsys, *arguments: str) -> str:
     sys.argv = ["elastic", "export", *arguments]
     with pytest.raises(SystemExit) as ended:
         main()
-    told = capsys.readouterr()
-    assert ended.value.code == 2, told
-    [line] = told.err.splitlines()
-    assert not told.out and not list(Path().glob("*.partial*"))
+    output = capsys.readouterr()
+    assert ended.value.code == 2, output
+    [line] = output.err.splitlines()
+    assert not output.out and not list(Path().glob("*.partial*"))
     return line
 
 
-def test_runs_that_cannot_be_exported_are_one_line_errors(tmp_path: Path, capsys) -> None:
+def test_export_of_an_unsuitable_run_is_refused_in_one_line(tmp_path: Path, capsys) -> None:
     write_run(tmp_path, settings_for(DENSE), Layout(), random_weights(DENSE))
     storage = ("--storage", str(tmp_path))
-    line = refused(capsys, "second", *storage)
+    line = refusal_of(capsys, "second", *storage)
     assert "no run 'second'" in line and "its runs are: first" in line
-    assert "no checkpoint of step 4; steps with one: 3" in refused(
+    assert "no checkpoint of step 4; steps with one: 3" in refusal_of(
         capsys, "first", *storage, "--step", "4"
     )
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").write_text("in the way")
-    assert "exists already" in refused(capsys, "first", *storage, "--out", "taken")
-    assert "cannot be written" in refused(capsys, "first", *storage, "--out", "taken/file/x")
+    assert "exists already" in refusal_of(capsys, "first", *storage, "--out", "taken")
+    assert "cannot be written" in refusal_of(capsys, "first", *storage, "--out", "taken/file/x")
     shutil.rmtree(tmp_path / "first" / "checkpoints")
-    assert "has no complete checkpoint" in refused(capsys, "first", *storage)
+    assert "has no complete checkpoint" in refusal_of(capsys, "first", *storage)
     recipe = {"settings": mlp().model_dump(mode="json"), "data_folder": None}
     write_run(tmp_path, settings_for(DENSE), Layout(), random_weights(DENSE), name="mlp")
     (tmp_path / "mlp" / "recipe.json").write_text(json.dumps(recipe))
-    assert "only transformers can be exported" in refused(capsys, "mlp", *storage)
+    assert "only transformers can be exported" in refusal_of(capsys, "mlp", *storage)
 
 
-def test_a_damaged_checkpoint_leaves_nothing_behind(tmp_path: Path, capsys) -> None:
+def test_export_of_a_damaged_checkpoint_leaves_no_files(tmp_path: Path, capsys) -> None:
     run = write_run(tmp_path, settings_for(DENSE), Layout(fsdp=2), random_weights(DENSE))
     part = next(run.glob("checkpoints/*/part-w1.safetensors"))
     content = bytearray(part.read_bytes())
     content[:8] = (len(content) * 2).to_bytes(8, "little")
     part.write_bytes(content)
-    assert "header does not match" in refused(capsys, "first", "--storage", str(tmp_path))
+    assert "header does not match" in refusal_of(capsys, "first", "--storage", str(tmp_path))
     assert not (tmp_path / "first-hf").exists()
 
 
@@ -263,8 +265,8 @@ def large_runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return storage
 
 
-def test_memory_is_bounded_by_a_window(large_runs: Path) -> None:
-    """77 MB a tensor, 8 MB a window: the limit includes mapped files and the allocator's cache."""
+def test_memory_of_an_export_is_bounded_by_its_window(large_runs: Path) -> None:
+    """A tensor has 77 MB, a window 8 MB; the limit includes mapped files and allocator caches."""
     ended = subprocess.run(
         [sys.executable, "-c", EXPORT],
         cwd=large_runs,
@@ -280,7 +282,7 @@ def test_memory_is_bounded_by_a_window(large_runs: Path) -> None:
     shutil.rmtree(large_runs / "small-hf")
 
 
-def test_a_killed_export_is_never_mistaken_for_a_complete_one(large_runs: Path) -> None:
+def test_killed_export_leaves_only_a_partial_folder(large_runs: Path) -> None:
     child = subprocess.Popen(
         [sys.executable, "-c", EXPORT], cwd=large_runs, stdout=subprocess.PIPE, text=True
     )

@@ -9,18 +9,18 @@ from pathlib import Path
 
 import pytest
 import torch
-from harness import run_plainly
+from harness import run_in_processes
 from models_on_disk import (
     CLOSE,
     DENSE,
     MIXTURE,
     TOKENS,
-    cut,
     granite,
     llama,
-    loaded,
+    load_pretrained,
     our_logits,
     settings_for,
+    slice_region,
     their_logits,
     write_run,
 )
@@ -41,16 +41,16 @@ from pipelines.settings.errors import UserError
 LAYOUTS = ("dp=2,fsdp=2", "fsdp=3", "fsdp=2,tp=2", "pp=2,tp=2")
 
 
-def program(folder: Path, model: TransformerSettings, **changes: object) -> TrainingProgram:
+def build_program(folder: Path, model: TransformerSettings, **changes: object) -> TrainingProgram:
     settings = settings_for(model, init_from=str(folder), **changes)
     return TrainingProgram(settings.model_dump(mode="json"), device="cpu")
 
 
-def initial(made: TrainingProgram) -> dict[str, torch.Tensor]:
+def initial_parameters(program: TrainingProgram) -> dict[str, torch.Tensor]:
     """All parameters at step 0."""
     return {
-        spec.name: made.initial(spec, Region.whole(spec.shape))
-        for spec in made.specs()
+        spec.name: program.initial(spec, Region.whole(spec.shape))
+        for spec in program.specs()
         if spec.kind == "parameter"
     }
 
@@ -58,86 +58,96 @@ def initial(made: TrainingProgram) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("shards", ["50GB", "30KB"])
 @pytest.mark.parametrize("tied", [False, True], ids=["untied", "tied"])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
-def test_a_llama_computes_the_same(tmp_path: Path, shards: str, tied: bool, dtype) -> None:
+def test_imported_llama_computes_the_same_logits(
+    tmp_path: Path, shards: str, tied: bool, dtype
+) -> None:
     llama(tie_word_embeddings=tied).to(dtype).save_pretrained(tmp_path, max_shard_size=shards)
     assert (tmp_path / "model.safetensors").exists() == (shards == "50GB")
-    weights = initial(program(tmp_path, DENSE))
+    weights = initial_parameters(build_program(tmp_path, DENSE))
     assert {value.dtype for value in weights.values()} == {torch.float32}
     ours = our_logits(DENSE, weights, TOKENS)
     assert ours.std() > 0.5
-    torch.testing.assert_close(ours, their_logits(loaded(tmp_path, torch.float32), TOKENS), **CLOSE)
+    torch.testing.assert_close(
+        ours, their_logits(load_pretrained(tmp_path, torch.float32), TOKENS), **CLOSE
+    )
 
 
-def test_a_mixture_computes_the_same(tmp_path: Path) -> None:
+def test_imported_mixture_computes_the_same_logits(tmp_path: Path) -> None:
     model = granite()
     model.save_pretrained(tmp_path)
-    ours = our_logits(MIXTURE, initial(program(tmp_path, MIXTURE)), TOKENS)
+    ours = our_logits(MIXTURE, initial_parameters(build_program(tmp_path, MIXTURE)), TOKENS)
     torch.testing.assert_close(ours, their_logits(model, TOKENS), **CLOSE)
 
 
 @pytest.mark.parametrize("layout", [*LAYOUTS, "fsdp=2,ep=2"])
-def test_each_rank_reads_its_part_of_the_whole(tmp_path: Path, layout: str) -> None:
+def test_each_rank_reads_only_its_regions(tmp_path: Path, layout: str) -> None:
     (granite if "ep" in layout else llama)().save_pretrained(tmp_path, max_shard_size="30KB")
-    shape = MIXTURE if "ep" in layout else DENSE
-    made = program(tmp_path, shape.model_copy(update={"vocab_size": 79}))
-    whole, spread = initial(made), Layout.parse(layout)
-    for rank in range(spread.num_workers):
-        for spec in made.specs():
-            region = region_of(spec, spread, spread.coordinates(rank))
+    settings = MIXTURE if "ep" in layout else DENSE
+    program = build_program(tmp_path, settings.model_copy(update={"vocab_size": 79}))
+    parameters, mesh_layout = initial_parameters(program), Layout.parse(layout)
+    for world_rank in range(mesh_layout.num_workers):
+        for spec in program.specs():
+            region = region_of(spec, mesh_layout, mesh_layout.coordinates(world_rank))
             if region and spec.kind == "parameter":
-                assert torch.equal(made.initial(spec, region), cut(whole[spec.name], region))
+                assert torch.equal(
+                    program.initial(spec, region), slice_region(parameters[spec.name], region)
+                )
 
 
 def test_only_parameters_come_from_the_folder(tmp_path: Path) -> None:
     llama().save_pretrained(tmp_path)
-    made = program(tmp_path, DENSE)
-    kept = [spec for spec in made.specs() if spec.kind == "optimizer"]
-    assert kept
-    assert not any(made.initial(spec, Region.whole(spec.shape)).any() for spec in kept)
+    program = build_program(tmp_path, DENSE)
+    optimizer_specs = [spec for spec in program.specs() if spec.kind == "optimizer"]
+    assert optimizer_specs
+    assert not any(
+        program.initial(spec, Region.whole(spec.shape)).any() for spec in optimizer_specs
+    )
 
 
-def test_tokens_that_the_folder_lacks_raise_the_loss_within_the_bound(tmp_path: Path) -> None:
+def test_added_tokens_raise_the_loss_within_the_bound(tmp_path: Path) -> None:
     model = llama()
     model.save_pretrained(tmp_path)
     larger = DENSE.model_copy(update={"vocab_size": 79})
-    weights = initial(program(tmp_path, larger))
+    weights = initial_parameters(build_program(tmp_path, larger))
     for name in ("embedding.weight", "head.weight"):
         mean = weights[name][:70].double().mean(0).float()
         torch.testing.assert_close(weights[name][70:], mean.expand(9, -1))
-    known = our_logits(larger, weights, TOKENS)[..., :70]
-    torch.testing.assert_close(known, their_logits(model, TOKENS), **CLOSE)
+    known_logits = our_logits(larger, weights, TOKENS)[..., :70]
+    torch.testing.assert_close(known_logits, their_logits(model, TOKENS), **CLOSE)
     targets = TOKENS.roll(1).flatten()
     before = cross_entropy(their_logits(model, TOKENS).flatten(0, 1), targets, reduction="none")
     after = our_logits(larger, weights, TOKENS).flatten(0, 1)
-    grown = cross_entropy(after, targets, reduction="none") - before
-    assert grown.min() > 0 and grown.max() <= math.log(1 + 9 / 70)
+    growth = cross_entropy(after, targets, reduction="none") - before
+    assert growth.min() > 0 and growth.max() <= math.log(1 + 9 / 70)
 
 
-@pytest.mark.parametrize("made", [llama, granite])
-def test_import_of_an_export_is_bitwise_equal(tmp_path: Path, made) -> None:
-    made().save_pretrained(tmp_path / "theirs")
-    shape = transformer_from(tmp_path / "theirs")
-    weights = initial(program(tmp_path / "theirs", shape))
-    write_run(tmp_path, settings_for(shape), Layout.parse("dp=2,fsdp=2"), weights)
+@pytest.mark.parametrize("build_model", [llama, granite])
+def test_import_of_an_export_is_bitwise_equal(tmp_path: Path, build_model) -> None:
+    build_model().save_pretrained(tmp_path / "theirs")
+    settings = transformer_from(tmp_path / "theirs")
+    weights = initial_parameters(build_program(tmp_path / "theirs", settings))
+    write_run(tmp_path, settings_for(settings), Layout.parse("dp=2,fsdp=2"), weights)
     export("first", tmp_path, tmp_path / "back", shard_bytes=10_000, window_bytes=3000)
-    again = initial(program(tmp_path / "back", shape))
-    assert all(torch.equal(again[name], value) for name, value in weights.items())
-    back = {}
+    imported = initial_parameters(build_program(tmp_path / "back", settings))
+    assert all(torch.equal(imported[name], value) for name, value in weights.items())
+    exported_tensors = {}
     for file in (tmp_path / "back").glob("*.safetensors"):
-        back |= load_file(file)
-    there = load_file(tmp_path / "theirs" / "model.safetensors")
-    assert back.keys() == there.keys()
-    assert all(torch.equal(back[name], value) for name, value in there.items())
+        exported_tensors |= load_file(file)
+    original_tensors = load_file(tmp_path / "theirs" / "model.safetensors")
+    assert exported_tensors.keys() == original_tensors.keys()
+    assert all(
+        torch.equal(exported_tensors[name], value) for name, value in original_tensors.items()
+    )
 
 
 def test_transformer_from_reads_the_settings_of_a_folder(tmp_path: Path) -> None:
-    for made, expected in ((llama, DENSE), (granite, MIXTURE)):
-        made().save_pretrained(tmp_path / made.__name__)
-        found = transformer_from(tmp_path / made.__name__)
-        assert found == expected.model_copy(update={"hidden_dim": found.hidden_dim})
+    for build_model, expected in ((llama, DENSE), (granite, MIXTURE)):
+        build_model().save_pretrained(tmp_path / build_model.__name__)
+        settings = transformer_from(tmp_path / build_model.__name__)
+        assert settings == expected.model_copy(update={"hidden_dim": settings.hidden_dim})
 
 
-def test_a_folder_of_transformers_4_is_the_same_model(tmp_path: Path) -> None:
+def test_folder_of_transformers_4_has_the_same_settings(tmp_path: Path) -> None:
     """Its `config.json` has another name for the rotary base, and omits defaults."""
     llama().save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
@@ -148,47 +158,47 @@ def test_a_folder_of_transformers_4_is_the_same_model(tmp_path: Path) -> None:
     assert transformer_from(tmp_path) == DENSE
 
 
-def test_a_run_of_two_workers_starts_with_the_loss_of_the_model(tmp_path: Path) -> None:
+def test_first_loss_of_two_workers_is_the_loss_of_the_model(tmp_path: Path) -> None:
     model = llama()
     model.save_pretrained(tmp_path / "theirs")
     settings = settings_for(DENSE, init_from=str(tmp_path / "theirs"))
-    run = run_plainly(tmp_path / "run", settings, 2, layout="fsdp=2")
+    run = run_in_processes(tmp_path / "run", settings, 2, layout="fsdp=2")
     assert run.stopped.outcome == "completed"
     data = TrainingProgram(settings.model_dump(mode="json")).workload.train
     ids = batch_ids(1, settings.batch)
-    batch = data.read([sample_of(settings.seed, one, data.num_samples) for one in ids])
+    batch = data.read([sample_of(settings.seed, sample_id, data.num_samples) for sample_id in ids])
     assert batch.documents is None or (batch.documents == batch.documents[:, :1]).all()
     logits = their_logits(model, batch.tokens).flatten(0, 1)
     assert run.losses()[1] == pytest.approx(cross_entropy(logits, batch.targets.flatten()).item())
 
 
-def changed(folder: Path, **fields: object) -> Path:
+def change_config(folder: Path, **fields: object) -> Path:
     file = folder / "config.json"
     file.write_text(json.dumps(json.loads(file.read_text()) | fields))
     return folder
 
 
-def without(folder: Path, name: str) -> Path:
+def remove_tensor(folder: Path, name: str) -> Path:
     tensors = load_file(folder / "model.safetensors")
     del tensors[name]
     save_file(tensors, folder / "model.safetensors")
     return folder
 
 
-def reshaped(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> Path:
+def change_tensor(folder: Path, name: str, dtype: torch.dtype = torch.float32) -> Path:
     tensors = load_file(folder / "model.safetensors")
-    like = tensors[name]
-    num_rows = len(like) - (dtype == torch.float32)
-    save_file(tensors | {name: like[:num_rows].clone().to(dtype)}, folder / "model.safetensors")
+    tensor = tensors[name]
+    num_rows = len(tensor) - (dtype == torch.float32)
+    save_file(tensors | {name: tensor[:num_rows].clone().to(dtype)}, folder / "model.safetensors")
     return folder
 
 
-def emptied(folder: Path) -> Path:
+def rename_weights(folder: Path) -> Path:
     (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
     return folder
 
 
-def shortened(folder: Path) -> Path:
+def truncate_weights(folder: Path) -> Path:
     content = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(content[:-5])
     return folder
@@ -200,31 +210,43 @@ REFUSED = {
     "no folder": (lambda folder: folder / "nowhere", "there is no such folder"),
     "no config": (lambda folder: [folder, (folder / "config.json").unlink()][0], "config.json"),
     "another width": (
-        lambda folder: changed(folder, hidden_size=96, head_dim=16),
+        lambda folder: change_config(folder, hidden_size=96, head_dim=16),
         "model.dim: 96 -> 48",
     ),
     "more layers": (
-        lambda folder: changed(folder, num_hidden_layers=4),
+        lambda folder: change_config(folder, num_hidden_layers=4),
         "model.num_layers: 4 -> 3",
     ),
     "other heads": (
-        lambda folder: changed(folder, num_key_value_heads=3),
+        lambda folder: change_config(folder, num_key_value_heads=3),
         "model.num_kv_heads: 3 -> 2",
     ),
-    "more tokens": (lambda folder: changed(folder, vocab_size=71), "model.vocab_size: 71 -> 70"),
-    "another kind": (lambda f: changed(f, model_type="gpt2", hidden_size=0), "model_type=gpt2"),
-    "scaled angles": (lambda folder: changed(folder, rope_parameters=ROPE), "rope_type=llama3"),
-    "biases": (lambda folder: changed(folder, attention_bias=True), "attention_bias=True"),
-    "a field is missing": (lambda folder: changed(folder, hidden_size=None), "dim: "),
-    "only a pickle": (emptied, "save_pretrained"),
-    "a tensor is missing": (lambda folder: without(folder, Q_PROJ), f"has no tensor {Q_PROJ}"),
+    "more tokens": (
+        lambda folder: change_config(folder, vocab_size=71),
+        "model.vocab_size: 71 -> 70",
+    ),
+    "another kind": (
+        lambda f: change_config(f, model_type="gpt2", hidden_size=0),
+        "model_type=gpt2",
+    ),
+    "scaled angles": (
+        lambda folder: change_config(folder, rope_parameters=ROPE),
+        "rope_type=llama3",
+    ),
+    "biases": (lambda folder: change_config(folder, attention_bias=True), "attention_bias=True"),
+    "a field is missing": (lambda folder: change_config(folder, hidden_size=None), "dim: "),
+    "only a pickle": (rename_weights, "save_pretrained"),
+    "a tensor is missing": (
+        lambda folder: remove_tensor(folder, Q_PROJ),
+        f"has no tensor {Q_PROJ}",
+    ),
     "untied without a head": (
-        lambda f: without(f, "lm_head.weight"),
+        lambda f: remove_tensor(f, "lm_head.weight"),
         "has no tensor lm_head.weight",
     ),
-    "another shape": (lambda folder: reshaped(folder, Q_PROJ), "has shape (47, 48), but its"),
-    "quantised": (lambda f: reshaped(f, Q_PROJ, torch.int8), "only F64, F32, BF16, F16"),
-    "cut short": (shortened, "model.safetensors"),
+    "another shape": (lambda folder: change_tensor(folder, Q_PROJ), "has shape (47, 48), but its"),
+    "quantised": (lambda f: change_tensor(f, Q_PROJ, torch.int8), "only F64, F32, BF16, F16"),
+    "truncated": (truncate_weights, "model.safetensors"),
 }
 
 
@@ -233,28 +255,28 @@ import sys
 sys.path.append({folder!r})
 from models_on_disk import DENSE, settings_for
 
-def own():
+def recipe():
     return settings_for(DENSE)
 """
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_folder_that_does_not_fit_is_refused_in_one_line(
+def test_unsuitable_model_folder_is_refused_in_one_line(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
 ) -> None:
     """The error comes before a run's folder is created or data are prepared."""
-    spoil, told = REFUSED[name]
+    change_folder, message = REFUSED[name]
     llama().save_pretrained(tmp_path / "theirs")
     capsys.readouterr()
-    recipe = tmp_path / "own.py"
+    recipe = tmp_path / "recipe.py"
     recipe.write_text(RECIPE.format(folder=str(Path(__file__).parent)))
-    arguments = [f"{recipe}:own", "--storage", str(tmp_path / "runs"), "--run-name", "second"]
-    arguments += ["--set", f"init_from={spoil(tmp_path / 'theirs')}", "--workers", "1"]
+    arguments = [f"{recipe}:recipe", "--storage", str(tmp_path / "runs"), "--run-name", "second"]
+    arguments += ["--set", f"init_from={change_folder(tmp_path / 'theirs')}", "--workers", "1"]
     monkeypatch.setattr(sys, "argv", ["elastic", "train", *arguments])
     with pytest.raises(SystemExit) as ended:
         main()
     [line] = capsys.readouterr().err.splitlines()
-    assert ended.value.code == 2 and told in line, line
+    assert ended.value.code == 2 and message in line, line
     assert not (tmp_path / "runs").exists()
 
 
@@ -265,7 +287,7 @@ def test_init_from_is_refused_for_an_mlp(capsys, monkeypatch) -> None:
     assert ended.value.code == 2 and "cannot start from a folder" in capsys.readouterr().err
 
 
-def test_an_unsupported_feature_of_granite_is_refused(tmp_path: Path) -> None:
+def test_unsupported_feature_of_granite_is_refused(tmp_path: Path) -> None:
     granite(residual_multiplier=0.22).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=r"residual_multiplier=0\.22"):
         transformer_from(tmp_path)

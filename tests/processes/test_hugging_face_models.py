@@ -11,9 +11,9 @@ import models_on_disk  # offline, before transformers is imported
 import plain_causal_lm
 import pytest
 import torch
-from harness import run_plainly
-from ranks import formed, open_file_store
-from run_checks import assert_nothing_redone
+from harness import run_in_processes
+from ranks import formed_groups, open_file_store
+from run_checks import assert_no_step_repeated
 from test_replica import Trained, program_of, train
 from torch.multiprocessing import start_processes
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -86,19 +86,21 @@ CASES = [
 ]
 
 
-def written(folder: Path, name: str) -> Path:
+def save_model(folder: Path, name: str) -> Path:
     """A random model, saved by `transformers`."""
-    place = folder / name
-    if not place.exists():
+    model_folder = folder / name
+    if not model_folder.exists():
         kind = "llama" if name == "tied" else name
         torch.manual_seed(1)
         config = CONFIG_MAPPING[kind](**SIZES | MODELS[name])
-        AutoModelForCausalLM.from_config(config).save_pretrained(place, max_shard_size="50KB")
-    return place
+        AutoModelForCausalLM.from_config(config).save_pretrained(
+            model_folder, max_shard_size="50KB"
+        )
+    return model_folder
 
 
-def settings_for(place: Path, **changes: object) -> TrainSettings:
-    return load(f"hf:{place}").model_copy(
+def settings_for(model_folder: Path, **changes: object) -> TrainSettings:
+    return load(f"hf:{model_folder}").model_copy(
         update={
             "data": DataSettings(source="random", seq_len=16),
             "dtype": "float64",
@@ -110,16 +112,20 @@ def settings_for(place: Path, **changes: object) -> TrainSettings:
     )
 
 
-def expected(settings: TrainSettings, num_steps: int) -> tuple[list[tuple[float, float]], dict]:
-    """The results of plain `transformers` on the same samples."""
+def train_plain_model(
+    settings: TrainSettings, num_steps: int
+) -> tuple[list[tuple[float, float]], dict]:
+    """Train the model with plain `transformers` on the same samples."""
     model, optimizer = plain_causal_lm.load(settings.init_from), settings.optimizer
     data, batches = program_of(settings).workload.train, []
     for step in range(num_steps):
         ids = range(step * settings.batch, (step + 1) * settings.batch)
-        batch = data.read([sample_of(settings.seed, one, data.num_samples) for one in ids])
+        batch = data.read(
+            [sample_of(settings.seed, sample_id, data.num_samples) for sample_id in ids]
+        )
         positions = positions_of(batch.documents)
         batches.append((batch.tokens, batch.targets, positions))
-    seen = plain_causal_lm.train(
+    losses_and_norms = plain_causal_lm.train(
         model,
         batches,
         [learning_rate(optimizer, step) for step in range(1, num_steps + 1)],
@@ -127,7 +133,7 @@ def expected(settings: TrainSettings, num_steps: int) -> tuple[list[tuple[float,
         optimizer.weight_decay,
         optimizer.max_grad_norm,
     )
-    return seen, model.state_dict()
+    return losses_and_norms, model.state_dict()
 
 
 def run_rank(world_rank: int, folder: Path, cases: list[Case]) -> None:
@@ -139,7 +145,7 @@ def run_rank(world_rank: int, folder: Path, cases: list[Case]) -> None:
         if world_rank >= layout.num_workers:
             continue
         program = program_of(settings_for(folder / case.model, microbatch=case.microbatch))
-        with formed(layout, store, case.name, world_rank) as groups:
+        with formed_groups(layout, store, case.name, world_rank) as groups:
             trained = train(program, groups, NUM_STEPS)
         torch.save(trained._asdict(), folder / f"{case.name}-{world_rank}.pt")
 
@@ -149,7 +155,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results of all cases, computed by four processes."""
     folder = tmp_path_factory.mktemp("trained")
     for case in CASES:
-        written(folder, case.model)
+        save_model(folder, case.model)
     set_forkserver_preload(["pipelines.run.program", "plain_causal_lm"])
     start_processes(run_rank, (folder, CASES), NUM_PROCESSES, start_method="forkserver")
     return folder
@@ -157,18 +163,18 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
-def test_each_model_trains_as_plain_transformers_does(trained: Path, case: Case) -> None:
-    assert_trained_plainly(trained, case)
+def test_sharded_model_trains_as_plain_transformers(trained: Path, case: Case) -> None:
+    assert_equals_plain_loop(trained, case)
 
 
-def assert_trained_plainly(folder: Path, case: Case) -> None:
+def assert_equals_plain_loop(folder: Path, case: Case) -> None:
     layout, settings = Layout.parse(case.layout), settings_for(folder / case.model)
     ranks = [
         Trained(**torch.load(folder / f"{case.name}-{rank}.pt", weights_only=False))
         for rank in range(layout.num_workers)
     ]
-    seen, weights = expected(settings, NUM_STEPS)
-    losses, norms = zip(*seen, strict=True)
+    losses_and_norms, weights = train_plain_model(settings, NUM_STEPS)
+    losses, norms = zip(*losses_and_norms, strict=True)
     for trained in ranks:
         assert trained.losses == pytest.approx(losses, rel=1e-9)
         assert trained.norms == pytest.approx(norms, rel=1e-9)
@@ -178,57 +184,63 @@ def assert_trained_plainly(folder: Path, case: Case) -> None:
             region = region_of(spec, layout, layout.coordinates(rank))
             assert (spec.name in trained.tensors) == (region is not None)
             if region is not None:
-                whole = models_on_disk.cut(weights[spec.name], region)
-                torch.testing.assert_close(trained.tensors[spec.name], whole, rtol=1e-9, atol=1e-12)
+                expected_region = models_on_disk.slice_region(weights[spec.name], region)
+                torch.testing.assert_close(
+                    trained.tensors[spec.name], expected_region, rtol=1e-9, atol=1e-12
+                )
 
 
 @pytest.mark.slow
-def test_a_run_is_killed_resharded_and_exported(tmp_path: Path) -> None:
+def test_killed_and_resharded_run_is_exported_for_transformers(tmp_path: Path) -> None:
     """`transformers` loads the export."""
-    place = written(tmp_path, "qwen3")
-    settings = settings_for(place, steps=14, eval_every=0, checkpoint_every=7)
+    model_folder = save_model(tmp_path, "qwen3")
+    settings = settings_for(model_folder, steps=14, eval_every=0, checkpoint_every=7)
     kill = Fault("kill", "w3", 4, "compute")
     due = ((8, LayoutRequested("other", TargetLayout.parse("dp=2,tp=2"))),)
-    run = run_plainly(tmp_path / "run", settings, 4, layout="dp=2,fsdp=2", due=due, faults=(kill,))
+    run = run_in_processes(
+        tmp_path / "run", settings, 4, layout="dp=2,fsdp=2", due=due, faults=(kill,)
+    )
     assert run.stopped.outcome == "completed"
-    assert_nothing_redone(run)
-    assert "tp=2" in run.told("Resume")[-1]["layout"], "of dp as many as are there"
-    seen, weights = expected(settings, settings.steps)
+    assert_no_step_repeated(run)
+    assert "tp=2" in run.lines_of("Resume")[-1]["layout"], "dp uses the workers that are left"
+    losses_and_norms, weights = train_plain_model(settings, settings.steps)
     assert [run.losses()[n] for n in range(1, 15)] == pytest.approx(
-        [loss for loss, _ in seen], rel=1e-9
+        [loss for loss, _ in losses_and_norms], rel=1e-9
     )
     (run.folder / "recipe.json").write_text(
         json.dumps({"settings": settings.model_dump(mode="json"), "data_folder": None})
     )
     export("run", tmp_path, tmp_path / "out", shard_bytes=50_000)
     assert len(list((tmp_path / "out").glob("model-*.safetensors"))) > 1
-    stored = models_on_disk.loaded(tmp_path / "out", torch.float64).state_dict()
+    stored = models_on_disk.load_pretrained(tmp_path / "out", torch.float64).state_dict()
     for name, weight in weights.items():
         torch.testing.assert_close(stored[name], weight, rtol=1e-9, atol=1e-12)
 
 
-def test_a_run_starts_from_the_folder_or_from_values_of_transformers(tmp_path: Path) -> None:
-    """With any tensor names in the files; a config alone gives the same values each time."""
-    place = written(tmp_path, "mixtral")
-    program = program_of(settings_for(place))
+def test_initial_values_are_those_of_the_folder_or_of_transformers(tmp_path: Path) -> None:
+    """The files may have any tensor names; a config alone gives the same values each time."""
+    model_folder = save_model(tmp_path, "mixtral")
+    program = program_of(settings_for(model_folder))
     assert not program.pretrained.is_direct, "experts are stored one by one"
-    theirs = plain_causal_lm.load(place).state_dict()
+    state_dict = plain_causal_lm.load(model_folder).state_dict()
     parameters = [spec for spec in program.specs() if spec.kind == "parameter"]
     for spec in parameters:
         value = program.initial(spec, Region.whole(spec.shape))
-        assert torch.equal(value, theirs[spec.name])
-    drawn = [program_of(settings_for(place, init_from=None)) for _ in range(2)]
+        assert torch.equal(value, state_dict[spec.name])
+    programs = [program_of(settings_for(model_folder, init_from=None)) for _ in range(2)]
     for spec in parameters:
-        first, again = (one.initial(spec, Region.whole(spec.shape)) for one in drawn)
-        assert torch.equal(first, again)
+        first, second = (
+            new_program.initial(spec, Region.whole(spec.shape)) for new_program in programs
+        )
+        assert torch.equal(first, second)
         std = 0.0 if spec.name.endswith("norm.weight") else 0.12
         assert first.std().item() == pytest.approx(std, abs=0.02)
     assert torch.equal(
-        drawn[0].initial(parameters[-2], Region.whole((48,))), torch.ones(48).double()
+        programs[0].initial(parameters[-2], Region.whole((48,))), torch.ones(48).double()
     )
 
 
-REFUSED = {
+UNSUPPORTED = {
     "cp": ("llama", "cp=2", "whole sequences"),
     "ep": ("mixtral", "fsdp=2,ep=2", "not distributed"),
     "tied stages": ("tied", "pp=2", "tie_word_embeddings=false"),
@@ -236,21 +248,19 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_an_unsupported_axis_of_a_model_is_refused_with_the_reason(
-    tmp_path: Path, name: str
-) -> None:
-    model, layout, told = REFUSED[name]
-    place = written(tmp_path, model)
-    asked = TrainRequest(
-        f"hf:{place}", storage=str(tmp_path), workers="4", layout=layout, data="random"
+@pytest.mark.parametrize("name", UNSUPPORTED)
+def test_unsupported_axis_of_a_model_is_refused_with_the_reason(tmp_path: Path, name: str) -> None:
+    model, layout, message = UNSUPPORTED[name]
+    model_folder = save_model(tmp_path, model)
+    request = TrainRequest(
+        f"hf:{model_folder}", storage=str(tmp_path), workers="4", layout=layout, data="random"
     )
-    with pytest.raises(UserError, match=told):
-        make_plan(asked, 0)
+    with pytest.raises(UserError, match=message):
+        make_plan(request, 0)
 
 
-UNFIT = {
-    "nothing there": (None, "nothing is downloaded"),
+UNUSABLE_CONFIGS = {
+    "no file": (None, "nothing is downloaded"),
     "unknown kind": ({"model_type": "lama"}, "unknown to the installed"),
     "no language model": ({"model_type": "vit"}, "not a causal language model"),
     "quantised": ({"model_type": "llama", "quantization_config": {"a": 1}}, "quantization_config"),
@@ -262,12 +272,12 @@ UNFIT = {
 }
 
 
-@pytest.mark.parametrize("name", UNFIT)
-def test_a_config_that_cannot_be_trained_is_refused(tmp_path: Path, name: str) -> None:
-    fields, told = UNFIT[name]
+@pytest.mark.parametrize("name", UNUSABLE_CONFIGS)
+def test_unusable_config_is_refused_in_one_line(tmp_path: Path, name: str) -> None:
+    fields, message = UNUSABLE_CONFIGS[name]
     file = tmp_path / "config.json"
     if fields is not None:
         file.write_text(json.dumps(fields))
-    with pytest.raises(UserError, match=told) as refused:
+    with pytest.raises(UserError, match=message) as refused:
         load(f"hf:{file}")
     assert "\n" not in str(refused.value)

@@ -8,66 +8,66 @@ from pathlib import Path
 
 import loops
 import pytest
-from harness import Outcome, run_plainly
-from run_checks import assert_nothing_redone, survivors_keep_their_processes
+from harness import Outcome, run_in_processes
+from run_checks import assert_no_step_repeated, assert_survivors_kept
 
 from elastic.geometry.target_layout import TargetLayout
 from elastic.protocol.events import LayoutRequested
 from pipelines.loop.script import script_of
 
-SCRIPTS = f"{loops.__file__}:"
+SCRIPT = f"{loops.__file__}:"
 
 
-def run_loop(folder: Path, name: str = "train", workers: int = 3, **asked: object) -> Outcome:
+def run_loop(folder: Path, name: str = "train", workers: int = 3, **options: object) -> Outcome:
     (marks := folder / "marks").mkdir()
     settings = script_of(getattr(loops, name)).settings
     environment = {loops.FOLDER: str(marks)}
-    return run_plainly(
-        folder, settings, workers, recipe=SCRIPTS + name, environment=environment, **asked
+    return run_in_processes(
+        folder, settings, workers, recipe=SCRIPT + name, environment=environment, **options
     )
 
 
 @cache
 def plain_losses() -> dict[int, float]:
-    losses = loops.plain(*loops.made(), loops.NUM_STEPS, loops.NUM_MICROBATCHES)
+    losses = loops.plain(*loops.build_training(), loops.NUM_STEPS, loops.NUM_MICROBATCHES)
     return dict(enumerate(losses, start=1))
 
 
-def test_deaths_in_the_body_and_a_reshard_do_not_change_the_losses(tmp_path: Path) -> None:
+def test_deaths_and_a_reshard_do_not_change_the_losses_of_a_custom_loop(tmp_path: Path) -> None:
     """Surviving workers get the step again within the same call of the function."""
     due = ((19, LayoutRequested("shards", TargetLayout.parse("fsdp=2"))),)
     run = run_loop(tmp_path, layout="dp=4", workers=4, due=due)
     assert run.stopped.outcome == "completed", run.stopped
     assert run.losses() == pytest.approx(plain_losses(), rel=1e-9)
-    assert_nothing_redone(run)
-    assert len(run.told("WorkerLost")) == 2
-    survivors_keep_their_processes(run, {"w0"})
-    [pid] = [line["pid"] for line in run.told("WorkerReady") if line["worker"] == "w0"]
-    handed = (tmp_path / "marks" / f"handed-{pid}").read_text().split()
-    steps = [int(step) for step in handed]
-    assert sorted(set(steps)) == list(range(1, loops.NUM_STEPS)), "what follows the last is not run"
+    assert_no_step_repeated(run)
+    assert len(run.lines_of("WorkerLost")) == 2
+    assert_survivors_kept(run, {"w0"})
+    [pid] = [line["pid"] for line in run.lines_of("WorkerReady") if line["worker"] == "w0"]
+    numbers = (tmp_path / "marks" / f"steps-{pid}").read_text().split()
+    steps = [int(step) for step in numbers]
+    assert sorted(set(steps)) == list(range(1, loops.NUM_STEPS)), "no code after the last step runs"
     assert [steps.count(step) for step in loops.KILLED] == [2, 2]
 
 
 @pytest.mark.slow
-def test_a_script_that_suppresses_a_failure_does_not_commit_the_step(tmp_path: Path) -> None:
-    run = run_loop(tmp_path, "train_heedless", layout="dp=2,fsdp=2", workers=4)
+def test_step_with_a_suppressed_failure_is_not_committed(tmp_path: Path) -> None:
+    run = run_loop(tmp_path, "train_suppressing_exceptions", layout="dp=2,fsdp=2", workers=4)
     assert run.stopped.outcome == "completed", run.stopped
     assert run.losses() == pytest.approx(plain_losses(), rel=1e-9)
-    assert_nothing_redone(run)
-    assert len(run.told("WorkerLost")) == 1
+    assert_no_step_repeated(run)
+    assert len(run.lines_of("WorkerLost")) == 1
 
 
 @pytest.mark.slow
-def test_an_exception_of_the_script_ends_the_run_with_its_traceback(tmp_path: Path) -> None:
-    run = run_loop(tmp_path, "train_with_a_mistake", workers=2)
+def test_exception_of_the_script_ends_the_run_with_its_traceback(tmp_path: Path) -> None:
+    run = run_loop(tmp_path, "train_and_raise", workers=2)
     assert run.stopped.outcome == "failed"
     assert "ValueError: the script's own mistake" in run.stopped.reason
     assert 'raise ValueError("the script' in run.stopped.traceback
     assert len(run.metrics) == loops.KILLED[0] - 1
 
 
-def test_the_declaration_has_what_the_loop_requests() -> None:
+def test_declaration_has_the_settings_of_the_loop() -> None:
     settings = script_of(loops.train).settings
     assert (settings.batch, settings.microbatch, settings.steps) == (24, 4, 24)
     assert settings.dtype == "float64"

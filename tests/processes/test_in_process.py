@@ -1,4 +1,4 @@
-"""`--in-process`: the same training on this thread, resumable by other processes and vice versa."""
+"""`--in-process`: the same training on this thread; it resumes other runs, and they resume it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 import pytest
 import torch
 from expected import expected
-from harness import read, run_plainly
+from harness import read_lines, run_in_processes
 from mlflow import MlflowClient
 
 from actors.local.in_process import Ended, run_in_process
@@ -31,44 +31,46 @@ from pipelines.settings.errors import UserError
 FLOAT64 = ("dtype=float64", "data.seq_len=16", "checkpoint_every=4", "batch=6")
 
 
-def asked(storage: Path, steps: int, **changes: object) -> TrainRequest:
+def request_for(storage: Path, steps: int, **changes: object) -> TrainRequest:
     return TrainRequest(
         "tiny", "run", str(storage), "1", None, steps, None, "random", FLOAT64, **changes
     )
 
 
-def here(asked: TrainRequest, hear=lambda event, post: None) -> Ended:
-    """Train on the test's thread, without the tracker."""
-    plan = make_plan(asked, num_gpus=0)
+def train_here(request: TrainRequest, on_event=lambda event, post: None) -> Ended:
+    """Train on the thread of the test, without MLflow."""
+    plan = make_plan(request, num_gpus=0)
     store_recipe(plan)
-    return run_in_process(without_deadlines(plan.run), hear)
+    return run_in_process(without_deadlines(plan.run), on_event)
 
 
 def losses_in(folder: Path) -> dict[int, float]:
-    return {line["step"]: line["loss"] for line in read(folder / "metrics.jsonl")}
+    return {line["step"]: line["loss"] for line in read_lines(folder / "metrics.jsonl")}
 
 
-def test_what_the_program_raises_comes_out_as_it_was_raised(tmp_path: Path) -> None:
+def test_exception_of_the_program_reaches_the_caller_with_its_frames(tmp_path: Path) -> None:
     """The exception is raised on the caller's thread with its frames, after the run was saved."""
-    threads, began, hook = set(), set(threading.enumerate()), sys.excepthook
+    threads, threads_before, hook = set(), set(threading.enumerate()), sys.excepthook
 
-    def hear(event: Event, post) -> None:
+    def on_event(event: Event, post) -> None:
         threads.add(threading.current_thread())
 
-    ended = here(asked(tmp_path, 9, inject=("raise in worker 0 at step 7",)), hear)
+    ended = train_here(request_for(tmp_path, 9, inject=("raise in worker 0 at step 7",)), on_event)
     assert threads == {threading.current_thread()}
     assert (ended.outcome.outcome, ended.outcome.step) == ("failed", 6)
     frames = [frame for frame, _ in traceback.walk_tb(ended.error.__traceback__)]
     [stepper] = {id(f.f_locals["self"]): f.f_locals["self"] for f in frames if _is_step(f)}.values()
-    assert stepper.committed_step == 6, "a debugger finds the frames as they were"
+    assert stepper.committed_step == 6, "a debugger sees the frames of the error"
     assert (tmp_path / "run" / "checkpoints").is_dir()
-    wanted, _ = expected(settings_of(asked(tmp_path, 9))[0], 6)
+    losses_and_norms, _ = expected(settings_of(request_for(tmp_path, 9))[0], 6)
     assert list(losses_in(tmp_path / "run").values()) == pytest.approx(
-        [loss for loss, _ in wanted], rel=1e-9
+        [loss for loss, _ in losses_and_norms], rel=1e-9
     )
     assert not torch.distributed.is_initialized() and sys.excepthook is hook
-    left = {thread.name for thread in set(threading.enumerate()) - began if thread.is_alive()}
-    assert not left & {"controller", "training", "watch", "publisher"}
+    remaining = {
+        thread.name for thread in set(threading.enumerate()) - threads_before if thread.is_alive()
+    }
+    assert not remaining & {"controller", "training", "watch", "publisher"}
 
 
 def _is_step(frame) -> bool:
@@ -76,7 +78,7 @@ def _is_step(frame) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("changes", "told"),
+    ("changes", "message"),
     [
         ({"workers": "1:4"}, "--workers 1:4"),
         ({"layout": "dp=2"}, "--layout dp=2"),
@@ -84,39 +86,41 @@ def _is_step(frame) -> bool:
         ({"inject": ("remove worker 0 at step 4",)}, "removed"),
     ],
 )
-def test_what_needs_others_is_refused(tmp_path: Path, changes, told: str) -> None:
-    with pytest.raises(UserError, match=told) as refused:
+def test_options_that_need_other_workers_are_refused(tmp_path: Path, changes, message: str) -> None:
+    with pytest.raises(UserError, match=message) as refused:
         train_in_process(TrainRequest("tiny", "x", str(tmp_path), data="random", **changes), None)
     assert "\n" not in str(refused.value)
     assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.slow
-def test_resumed_by_others_and_resuming_theirs(tmp_path: Path) -> None:
+def test_in_process_and_distributed_runs_resume_each_other(tmp_path: Path) -> None:
     """In process, then with two processes, then in process with a pause beyond any deadline."""
     folder, environment = tmp_path / "run", dict(os.environ)
-    assert here(asked(tmp_path, 8)).outcome.outcome == "completed"
-    assert os.environ == environment, "who is started from here later inherits nothing of it"
-    assert owner_of(make_plan(asked(tmp_path, 8), 0).folder.files) is None
-    settings = settings_of(asked(tmp_path, 16))[0]
-    assert run_plainly(folder, settings, 2).stopped.outcome == "completed"
+    assert train_here(request_for(tmp_path, 8)).outcome.outcome == "completed"
+    assert os.environ == environment, "a later child process inherits no variable"
+    assert owner_of(make_plan(request_for(tmp_path, 8), 0).folder.files) is None
+    settings = settings_of(request_for(tmp_path, 16))[0]
+    assert run_in_processes(folder, settings, 2).stopped.outcome == "completed"
 
-    def stand_still(event: Event, post) -> None:
+    def pause(event: Event, post) -> None:
         if isinstance(event, StepCommitted) and event.record.step == 20:
             time.sleep(4.0)
 
-    assert here(asked(tmp_path, 24), stand_still).outcome.outcome == "completed"
-    wanted, _ = expected(settings_of(asked(tmp_path, 24))[0], 24)
-    lines = read(folder / "metrics.jsonl")
-    assert [line["step"] for line in lines] == list(range(1, 25)), "nothing is redone"
-    assert [line["loss"] for line in lines] == pytest.approx([loss for loss, _ in wanted], rel=1e-9)
-    told = [line.get("event") for line in read(folder / "journal.jsonl")]
-    assert "WorkerSuspected" not in told and "WorkerLost" not in told
+    assert train_here(request_for(tmp_path, 24), pause).outcome.outcome == "completed"
+    losses_and_norms, _ = expected(settings_of(request_for(tmp_path, 24))[0], 24)
+    lines = read_lines(folder / "metrics.jsonl")
+    assert [line["step"] for line in lines] == list(range(1, 25)), "no step is repeated"
+    assert [line["loss"] for line in lines] == pytest.approx(
+        [loss for loss, _ in losses_and_norms], rel=1e-9
+    )
+    events = [line.get("event") for line in read_lines(folder / "journal.jsonl")]
+    assert "WorkerSuspected" not in events and "WorkerLost" not in events
 
 
 @pytest.mark.slow
-def test_the_command_is_stopped_and_goes_on(tmp_path: Path) -> None:
-    """By SIGINT, and under pdb paused in a step; MLflow gets everything at the end."""
+def test_interrupted_command_resumes_under_a_debugger(tmp_path: Path) -> None:
+    """SIGINT stops it; resumed under pdb, it pauses in a step. At the end MLflow has everything."""
     command = [sys.executable, "-m", "pipelines", "train", "tiny", "--in-process", "--data"]
     command += ["random", "--storage", str(tmp_path), "--run-name", "run", "--steps"]
     profile = ["--profile", "steps=2:3"]
@@ -124,25 +128,35 @@ def test_the_command_is_stopped_and_goes_on(tmp_path: Path) -> None:
     running = subprocess.Popen([*command, "5000", *profile], env=environment)
     metrics = tmp_path / "run" / "metrics.jsonl"
     deadline = time.monotonic() + 120
-    while not (metrics.exists() and len(read(metrics)) >= 3) and time.monotonic() < deadline:
+    while not (metrics.exists() and len(read_lines(metrics)) >= 3) and time.monotonic() < deadline:
         time.sleep(0.1)
     running.send_signal(signal.SIGINT)
     assert running.wait(120) == 130
-    stopped = len(read(metrics))
+    num_steps = len(read_lines(metrics))
     lines, first = inspect.getsourcelines(Stepper.step)
-    stop = f"b {inspect.getsourcefile(Stepper)}:{first + len(lines) - 1}"
-    pdb = [sys.executable, "-m", "pdb", "-c", stop, "-c", "c", *command[1:], str(stopped + 5)]
+    breakpoint_command = f"b {inspect.getsourcefile(Stepper)}:{first + len(lines) - 1}"
+    pdb = [
+        sys.executable,
+        "-m",
+        "pdb",
+        "-c",
+        breakpoint_command,
+        "-c",
+        "c",
+        *command[1:],
+        str(num_steps + 5),
+    ]
     ended = subprocess.run(
         pdb,
-        input="p 'stands at', record.step\ncl 1\nc\nq\n",
+        input="p 'paused at', record.step\ncl 1\nc\nq\n",
         env=environment,
         capture_output=True,
         text=True,
         timeout=200,
         check=False,
     )
-    assert f"('stands at', {stopped + 1})" in ended.stdout, ended.stdout + ended.stderr
-    assert sorted(losses_in(tmp_path / "run")) == list(range(1, stopped + 6))
+    assert f"('paused at', {num_steps + 1})" in ended.stdout, ended.stdout + ended.stderr
+    assert sorted(losses_in(tmp_path / "run")) == list(range(1, num_steps + 6))
     client = MlflowClient(default_tracking_uri(tmp_path))
     tracking = json.loads((tmp_path / "run" / "tracking.json").read_text())
     names = [file.path for file in client.list_artifacts(tracking["run_id"], "profiles")]

@@ -1,4 +1,4 @@
-"""What a process prints is kept in its run's folder: also what C prints, and only the newest."""
+"""The newest output of a process, including that of C code, is stored in the folder of its run."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ output.keep()
 """
 
 
-def test_the_newest_end_of_both_streams_is_kept(tmp_path: Path) -> None:
+def test_newest_output_of_both_streams_is_stored(tmp_path: Path) -> None:
     with open(tmp_path / "out", "wb") as out, open(tmp_path / "err", "wb") as err:
         command = [sys.executable, "-c", PROGRAM, str(tmp_path / "run")]
         subprocess.run(command, stdout=out, stderr=err, check=True, timeout=120)
-    kept = (tmp_path / "run" / kept_name("w0", "out")).read_bytes()
-    assert len(kept) == KEPT_BYTES and kept.endswith(b"xthe end\n")
+    stored = (tmp_path / "run" / kept_name("w0", "out")).read_bytes()
+    assert len(stored) == KEPT_BYTES and stored.endswith(b"xthe end\n")
     assert b"from below Python\n" in (tmp_path / "run" / kept_name("w0", "err")).read_bytes()
 
 
 @pytest.mark.parametrize("stream", [subprocess.PIPE, subprocess.DEVNULL], ids=["pipe", "null"])
-def test_what_goes_to_no_file_is_not_kept(tmp_path: Path, stream: int) -> None:
+def test_output_to_a_pipe_or_null_is_not_stored(tmp_path: Path, stream: int) -> None:
     program = PROGRAM.partition("deadline")[0] + "output.keep()\n"
     command = [sys.executable, "-c", program, str(tmp_path / "run")]
     subprocess.run(command, stdout=stream, stderr=stream, check=True, timeout=120)

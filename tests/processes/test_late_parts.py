@@ -1,12 +1,12 @@
-"""A write of a checkpoint part that never returns, in a real worker: checkpoints go on."""
+"""A write of a checkpoint shard that never returns, in a real worker: checkpoints continue."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import pytest
-from harness import run_plainly
-from run_checks import assert_nothing_redone
+from harness import run_in_processes
+from run_checks import assert_no_step_repeated
 
 from actors.controller.shell import Shell
 from actors.runtime.fault_spec import Fault
@@ -27,37 +27,39 @@ SETTINGS = tiny().model_copy(
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", ["dp=2", "fsdp=2"])
-def test_a_worker_whose_write_hangs_leaves_and_checkpoints_go_on(
+def test_worker_with_a_hanging_write_is_drained_and_checkpoints_continue(
     tmp_path: Path, layout: str
 ) -> None:
-    """Without a lost step, also where it alone has its part of the state."""
+    """No step is lost, also if the worker is the only holder of its shard of the state."""
     fault = Fault("hang", "w1", 16, "writing")
     shells: list[Shell] = []
-    lost: list[Event] = []
+    losses: list[Event] = []
 
-    def end_after_the_next(event: Event) -> None:
+    def stop_after_next_checkpoint(event: Event) -> None:
         if isinstance(event, WorkerLost):
-            lost.append(event)
-        if lost and isinstance(event, StepCommitted) and event.record.step % 8 == 1:
+            losses.append(event)
+        if losses and isinstance(event, StepCommitted) and event.record.step % 8 == 1:
             shells[0].post(StopRequested("a checkpoint was due"))
 
-    run = run_plainly(
+    run = run_in_processes(
         tmp_path,
         SETTINGS,
         2,
         layout="" if layout == "dp=2" else layout,
         faults=(fault,),
-        hear=end_after_the_next,
-        with_shell=shells.append,
+        on_event=stop_after_next_checkpoint,
+        on_shell=shells.append,
         save_timeout_s=PATIENCE_S,
     )
     assert run.stopped.outcome == "interrupted", run.story()
-    [warned] = [line for line in run.told("Warned") if line["kind"] == "checkpoint"]
-    assert "w1 on" in warned["text"] and "checkpoint of step 16" in warned["text"]
-    saved = [(line["time"], line["step"]) for line in run.told("Checkpointed")]
+    [warning] = [line for line in run.lines_of("Warned") if line["kind"] == "checkpoint"]
+    assert "w1 on" in warning["text"] and "checkpoint of step 16" in warning["text"]
+    saved = [(line["time"], line["step"]) for line in run.lines_of("Checkpointed")]
     assert next(step for _, step in saved) == 8 and 16 not in [step for _, step in saved]
     next_saved_at = next(time for time, step in saved if step > 16)
-    assert next_saved_at - warned["time"] < 20.0, "as soon as another has taken its place"
-    assert [line["worker"] for line in run.told("WorkerLost")] == ["w1"]
-    assert not run.told("Abort")
-    assert_nothing_redone(run)
+    assert next_saved_at - warning["time"] < 20.0, (
+        "the next checkpoint follows once the worker is replaced"
+    )
+    assert [line["worker"] for line in run.lines_of("WorkerLost")] == ["w1"]
+    assert not run.lines_of("Abort")
+    assert_no_step_repeated(run)

@@ -1,4 +1,4 @@
-"""Every axis alone, and combinations of axes, train as the plain loop in one process does."""
+"""Every axis alone, and combinations of axes, equal the plain loop in one process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import NamedTuple
 import pytest
 import torch
 from expected import expected
-from ranks import formed, open_file_store
+from ranks import formed_groups, open_file_store
 from test_replica import Trained, program_of, train
 from torch.multiprocessing import start_processes
 
@@ -44,11 +44,11 @@ class Case(NamedTuple):
 
     @property
     def name(self) -> str:
-        what = "experts" if self.settings.model.experts else "dense"
-        return f"{self.layout} {what} {self.settings.dtype} {self.settings.schedule}"
+        model = "experts" if self.settings.model.experts else "dense"
+        return f"{self.layout} {model} {self.settings.dtype} {self.settings.schedule}"
 
 
-def changed(settings: TrainSettings, **changes: object) -> TrainSettings:
+def with_settings(settings: TrainSettings, **changes: object) -> TrainSettings:
     return settings.model_copy(update=changes)
 
 
@@ -56,28 +56,31 @@ PAIRS = {"batch": 6, "microbatch": 2}
 
 EACH_AXIS = [
     Case("tp=2"),
-    Case("fsdp=2,tp=2", changed(DENSE, dtype="float32")),
-    Case("cp=3", changed(DENSE, data=DataSettings(source="random", seq_len=13))),
+    Case("fsdp=2,tp=2", with_settings(DENSE, dtype="float32")),
+    Case("cp=3", with_settings(DENSE, data=DataSettings(source="random", seq_len=13))),
     Case("pp=2"),
-    Case("pp=2,vp=2", changed(DENSE, schedule="interleaved_1f1b")),
-    Case("pp=2", changed(DENSE, schedule="zero_bubble")),
+    Case("pp=2,vp=2", with_settings(DENSE, schedule="interleaved_1f1b")),
+    Case("pp=2", with_settings(DENSE, schedule="zero_bubble")),
     Case("fsdp=2,zero=1"),
     Case("fsdp=2,zero=2"),
     Case("fsdp=2,ep=2", MIXED),
-    Case("pp=2,fsdp=2,tp=2", changed(DENSE, **PAIRS)),
+    Case("pp=2,fsdp=2,tp=2", with_settings(DENSE, **PAIRS)),
 ]
-TOGETHER = [
+COMBINATIONS = [
     Case("dp=2,tp=2"),
     Case("dp=2,fsdp=2,tp=2"),
-    Case("cp=2", changed(DENSE, dtype="float32")),
-    Case("cp=2,tp=2", changed(DENSE, data=DataSettings(source="random", seq_len=12))),
-    Case("tp=2,fsdp=3", changed(DENSE, model=DENSE.model.model_copy(update={"vocab_size": 259}))),
+    Case("cp=2", with_settings(DENSE, dtype="float32")),
+    Case("cp=2,tp=2", with_settings(DENSE, data=DataSettings(source="random", seq_len=12))),
+    Case(
+        "tp=2,fsdp=3",
+        with_settings(DENSE, model=DENSE.model.model_copy(update={"vocab_size": 259})),
+    ),
     Case("dp=2,fsdp=2,cp=2"),
-    Case("pp=2", changed(DENSE, schedule="gpipe")),
+    Case("pp=2", with_settings(DENSE, schedule="gpipe")),
     Case("pp=3,dp=2"),
-    Case("pp=4", changed(DENSE, dtype="float32")),
-    Case("pp=2,dp=2", changed(DENSE, schedule="interleaved_1f1b")),
-    Case("pp=2,vp=2,fsdp=2", changed(DENSE, schedule="zero_bubble")),
+    Case("pp=4", with_settings(DENSE, dtype="float32")),
+    Case("pp=2,dp=2", with_settings(DENSE, schedule="interleaved_1f1b")),
+    Case("pp=2,vp=2,fsdp=2", with_settings(DENSE, schedule="zero_bubble")),
     Case("pp=2,fsdp=2"),
     Case("pp=2,dp=2,tp=2"),
     Case("pp=2,cp=2,tp=2"),
@@ -91,7 +94,7 @@ TOGETHER = [
     Case("cp=2,ep=2", MIXED),
     Case("fsdp=2,cp=2,tp=2,ep=4", MIXED),
     Case("pp=2,fsdp=2,tp=2,ep=2", MIXED),
-    Case("pp=2,fsdp=2,ep=2", changed(MIXED, schedule="zero_bubble", **PAIRS)),
+    Case("pp=2,fsdp=2,ep=2", with_settings(MIXED, schedule="zero_bubble", **PAIRS)),
     Case("dp=2,fsdp=2,zero=1"),
     Case("dp=2,zero=2"),
     Case("fsdp=3,zero=2"),
@@ -101,7 +104,7 @@ TOGETHER = [
     Case("fsdp=2,cp=2,zero=2"),
     Case("pp=2,fsdp=2,zero=1"),
     Case("pp=2,fsdp=2,zero=2"),
-    Case("pp=2,vp=2,fsdp=2,zero=2", changed(DENSE, schedule="zero_bubble")),
+    Case("pp=2,vp=2,fsdp=2,zero=2", with_settings(DENSE, schedule="zero_bubble")),
     Case("fsdp=2,ep=2,zero=1", MIXED),
     Case("fsdp=2,ep=2,zero=2", MIXED),
     Case("fsdp=2,cp=2,tp=2,ep=2,zero=2", MIXED),
@@ -109,7 +112,7 @@ TOGETHER = [
 
 IN_CI = [
     case
-    for case in TOGETHER
+    for case in COMBINATIONS
     if case.layout
     in (
         "cp=2,tp=2",
@@ -138,12 +141,12 @@ def run_rank(world_rank: int, folder: Path, cases: list[Case]) -> None:
             continue
         program = program_of(case.settings)
         has_experts = any(spec.ep_dim is not None for spec in program.specs())
-        with formed(layout, store, case.name, world_rank, has_experts) as groups:
+        with formed_groups(layout, store, case.name, world_rank, has_experts) as groups:
             trained = train(program, groups, NUM_STEPS)
         torch.save(trained._asdict(), folder / f"{case.name}-{world_rank}.pt")
 
 
-def trained_in(folder: Path, cases: list[Case]) -> Path:
+def train_cases(folder: Path, cases: list[Case]) -> Path:
     set_forkserver_preload(["pipelines.run.program"])
     start_processes(run_rank, (folder, cases), NUM_PROCESSES, start_method="forkserver")
     return folder
@@ -151,23 +154,23 @@ def trained_in(folder: Path, cases: list[Case]) -> Path:
 
 @pytest.fixture(scope="module")
 def each_axis(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return trained_in(tmp_path_factory.mktemp("each"), EACH_AXIS)
+    return train_cases(tmp_path_factory.mktemp("each"), EACH_AXIS)
 
 
 @pytest.fixture(scope="module")
-def together(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def combined_axes(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the results of the selected cases."""
     selected = [
         item.callspec.params["case"]
         for item in request.session.items
-        if isinstance(item, pytest.Function) and "together" in item.fixturenames
+        if isinstance(item, pytest.Function) and "combined_axes" in item.fixturenames
     ]
-    return trained_in(tmp_path_factory.mktemp("together"), selected)
+    return train_cases(tmp_path_factory.mktemp("combined"), selected)
 
 
 @pytest.mark.parametrize("case", EACH_AXIS, ids=lambda case: case.name)
-def test_each_axis_trains_as_the_plain_loop_does(each_axis: Path, case: Case) -> None:
-    assert_trained_plainly(each_axis, case)
+def test_each_axis_equals_the_plain_loop(each_axis: Path, case: Case) -> None:
+    assert_equals_plain_loop(each_axis, case)
 
 
 @pytest.mark.timeout(1500)
@@ -177,21 +180,21 @@ def test_each_axis_trains_as_the_plain_loop_does(each_axis: Path, case: Case) ->
         pytest.param(
             case, id=case.name, marks=pytest.mark.slow if case in IN_CI else pytest.mark.soak
         )
-        for case in TOGETHER
+        for case in COMBINATIONS
     ],
 )
-def test_axes_together_train_as_the_plain_loop_does(together: Path, case: Case) -> None:
-    assert_trained_plainly(together, case)
+def test_combined_axes_equal_the_plain_loop(combined_axes: Path, case: Case) -> None:
+    assert_equals_plain_loop(combined_axes, case)
 
 
-def assert_trained_plainly(folder: Path, case: Case) -> None:
+def assert_equals_plain_loop(folder: Path, case: Case) -> None:
     layout, tolerance = Layout.parse(case.layout), {"float64": 1e-9, "float32": 1e-5}
     ranks = [
         Trained(**torch.load(folder / f"{case.name}-{rank}.pt", weights_only=False))
         for rank in range(layout.num_workers)
     ]
-    seen, weights = expected(case.settings, NUM_STEPS)
-    losses, norms = zip(*seen, strict=True)
+    losses_and_norms, weights = expected(case.settings, NUM_STEPS)
+    losses, norms = zip(*losses_and_norms, strict=True)
     rel = tolerance[case.settings.dtype]
     # Adam divides by the root of the second moment: for gradients close to 0 their last bits
     # decide the sign of a full step.
@@ -213,21 +216,27 @@ def assert_trained_plainly(folder: Path, case: Case) -> None:
                     slice(first, first + size)
                     for first, size in zip(region.offsets, region.shape, strict=True)
                 )
-                whole = weights[spec.name].detach()[index]
+                expected_region = weights[spec.name].detach()[index]
                 torch.testing.assert_close(
-                    trained.tensors[spec.name], whole, rtol=rel, atol=weights_atol
+                    trained.tensors[spec.name], expected_region, rtol=rel, atol=weights_atol
                 )
-    held = [bytes_computed_with(specs, layout, rank) for rank in range(len(ranks))]
-    most = max(held)  # uneven shards are padded to the longest
-    for own, trained in zip(held, ranks, strict=True):
-        really = trained.sizes.param_bytes + trained.sizes.optimizer_bytes
-        assert 0.95 * own <= really <= 1.05 * max(own, most if layout.pp == 1 else own)
+    expected_bytes = [bytes_computed_with(specs, layout, rank) for rank in range(len(ranks))]
+    max_bytes = max(expected_bytes)  # uneven shards are padded to the longest
+    for rank_bytes, trained in zip(expected_bytes, ranks, strict=True):
+        measured_bytes = trained.sizes.param_bytes + trained.sizes.optimizer_bytes
+        assert (
+            0.95 * rank_bytes
+            <= measured_bytes
+            <= 1.05 * max(rank_bytes, max_bytes if layout.pp == 1 else rank_bytes)
+        )
 
 
-def bytes_computed_with(specs: Sequence[TensorSpec], layout: Layout, rank: int) -> int:
+def bytes_computed_with(specs: Sequence[TensorSpec], layout: Layout, world_rank: int) -> int:
     """The bytes of the state: at stages 1 and 2 a worker has the full parameters."""
-    place = layout.coordinates(rank)
+    coordinates = layout.coordinates(world_rank)
     parameters = [spec for spec in specs if spec.kind == "parameter"]
     others = [spec for spec in specs if spec.kind != "parameter"]
-    whole = layout if divides(layout.zero, "parameters") else replace(layout, zero=0)
-    return bytes_held(parameters, whole, place) + bytes_held(others, layout, place)
+    param_layout = layout if divides(layout.zero, "parameters") else replace(layout, zero=0)
+    return bytes_held(parameters, param_layout, coordinates) + bytes_held(
+        others, layout, coordinates
+    )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
-from harness import read, run_plainly
+from harness import read_lines, run_in_processes
 
 from actors.runtime.fault_spec import Fault
 from pipelines.run.recipes import tiny
@@ -22,23 +22,23 @@ SETTINGS = tiny().model_copy(
     "num_cycles",
     [pytest.param(10, marks=pytest.mark.slow), pytest.param(50, marks=pytest.mark.soak)],
 )
-def test_kills_leave_nothing_behind(tmp_path: Path, num_cycles: int) -> None:
-    """w0 survives them all; each joiner dies in the first step that it computes."""
-    joiners = tuple(Fault("kill", f"w{i}", 0, "compute") for i in range(1, num_cycles + 1))
-    run = run_plainly(
+def test_repeated_kills_leak_no_resources(tmp_path: Path, num_cycles: int) -> None:
+    """w0 survives all kills; each joining worker dies in the first step that it computes."""
+    faults = tuple(Fault("kill", f"w{i}", 0, "compute") for i in range(1, num_cycles + 1))
+    run = run_in_processes(
         tmp_path,
         SETTINGS,
         2,
-        program="watched:WatchedProgram",
-        faults=joiners,
+        program="usage_program:UsageProgram",
+        faults=faults,
         stop_after_losses=num_cycles,
         timeout_s=800.0,
         environment={"USAGE_FOLDER": str(tmp_path)},
     )
-    assert len(run.told("WorkerLost")) == num_cycles
-    assert not run.told("RolledBack")
-    [survivor] = {line["pid"] for line in run.told("WorkerReady") if line["worker"] == "w0"}
-    usage = read(tmp_path / f"usage-{survivor}.jsonl")
+    assert len(run.lines_of("WorkerLost")) == num_cycles
+    assert not run.lines_of("RolledBack")
+    [survivor] = {line["pid"] for line in run.lines_of("WorkerReady") if line["worker"] == "w0"}
+    usage = read_lines(tmp_path / f"usage-{survivor}.jsonl")
     alone = [line for line in usage if line["world_size"] == 1]
     early, late = alone[5], alone[-1]
     assert len(alone) >= num_cycles - 5

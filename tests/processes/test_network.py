@@ -1,11 +1,12 @@
-"""What a run's processes listen on: one interface, and of ours only the ports that are allowed."""
+"""Addresses where the processes of a run listen: one interface; store and snapshot servers use only
+the allowed ports."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
 import psutil
-from harness import run_plainly
+from harness import run_in_processes
 
 from actors.runtime.network import Network
 from elastic.protocol.events import Event, StepCommitted
@@ -15,25 +16,31 @@ from pipelines.settings.overrides import override
 PORTS = (21_000, 21_999)
 
 
-def listeners() -> dict[int, set[tuple[str, int]]]:
-    """Addresses at which descendants of this process listen, by process."""
-    found: dict[int, set[tuple[str, int]]] = {}
+def find_listeners() -> dict[int, set[tuple[str, int]]]:
+    """Find the addresses where child processes listen, by process id."""
+    addresses_of: dict[int, set[tuple[str, int]]] = {}
     for child in psutil.Process().children(recursive=True):
-        there = child.net_connections("tcp")
-        at = {(one.laddr.ip, one.laddr.port) for one in there if one.status == psutil.CONN_LISTEN}
-        if at:
-            found[child.pid] = at
-    return found
+        connections = child.net_connections("tcp")
+        addresses = {
+            (connection.laddr.ip, connection.laddr.port)
+            for connection in connections
+            if connection.status == psutil.CONN_LISTEN
+        }
+        if addresses:
+            addresses_of[child.pid] = addresses
+    return addresses_of
 
 
-def test_store_and_keepers_listen_in_the_range_and_all_on_one_interface(tmp_path: Path) -> None:
-    seen: dict[int, set[tuple[str, int]]] = {}
+def test_store_and_snapshot_servers_listen_on_allowed_ports_of_one_interface(
+    tmp_path: Path,
+) -> None:
+    addresses_of: dict[int, set[tuple[str, int]]] = {}
 
-    def look(event: Event) -> None:
+    def record_listeners(event: Event) -> None:
         if isinstance(event, StepCommitted) and event.record.step == 5:
-            seen.update(listeners())
+            addresses_of.update(find_listeners())
 
-    outcome = run_plainly(
+    outcome = run_in_processes(
         tmp_path / "run",
         override(tiny(), ["data.source=random", "steps=8"]),
         2,
@@ -41,17 +48,22 @@ def test_store_and_keepers_listen_in_the_range_and_all_on_one_interface(tmp_path
         node_of=lambda worker: f"n-{worker}",
         snapshot_every=1,
         network=Network("lo", PORTS),
-        hear=look,
+        on_event=record_listeners,
     )
     assert outcome.stopped.outcome == "completed", outcome.stopped
-    [store] = outcome.told("StoreReady")[-1:]
-    snapshot_servers = [line["snapshot_server"] for line in outcome.told("SnapshotServerReady")]
+    [store] = outcome.lines_of("StoreReady")[-1:]
+    snapshot_servers = [line["snapshot_server"] for line in outcome.lines_of("SnapshotServerReady")]
     assert len(snapshot_servers) == 2
-    told = {(store["host"], store["port"])} | {
-        (one["host"], one["port"]) for one in snapshot_servers
+    reported = {(store["host"], store["port"])} | {
+        (server["host"], server["port"]) for server in snapshot_servers
     }
-    assert all(host == "127.0.0.1" and PORTS[0] <= port <= PORTS[1] for host, port in told)
-    ours = {at for of_one in seen.values() for at in of_one if at in told}
-    assert ours == told, "each is a socket of a child, listening there and nowhere else"
-    everywhere = {host for of_one in seen.values() for host, _ in of_one}
-    assert everywhere == {"127.0.0.1"}, "Gloo too, on ports that the kernel gives"
+    assert all(host == "127.0.0.1" and PORTS[0] <= port <= PORTS[1] for host, port in reported)
+    listened = {
+        address
+        for addresses in addresses_of.values()
+        for address in addresses
+        if address in reported
+    }
+    assert listened == reported, "a child process listens at each of them"
+    hosts = {host for addresses in addresses_of.values() for host, _ in addresses}
+    assert hosts == {"127.0.0.1"}, "also Gloo, on ports that the kernel chooses"

@@ -1,4 +1,4 @@
-"""Whole runs under the model axes: a SIGKILL inside a group of each, and what then moves."""
+"""Whole runs under the model axes, with a SIGKILL inside a group of each axis."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 from expected import expected
-from harness import Outcome, run_plainly
+from harness import Outcome, run_in_processes
 from run_checks import (
     assert_each_sample_once,
-    assert_nothing_redone,
-    survivors_keep_their_processes,
+    assert_no_step_repeated,
+    assert_survivors_kept,
 )
 
 from actors.runtime.fault_spec import Fault
@@ -27,18 +27,18 @@ DENSE = tiny().model_copy(update=COMMON)
 MIXED = tiny_moe().model_copy(update=COMMON)
 
 
-def assert_trained_plainly(run: Outcome, settings: TrainSettings) -> None:
+def assert_equals_plain_loop(run: Outcome, settings: TrainSettings) -> None:
     assert run.stopped.outcome == "completed", run.stopped
-    seen, _ = expected(settings, NUM_STEPS)
-    losses, norms = zip(*seen, strict=True)
+    losses_and_norms, _ = expected(settings, NUM_STEPS)
+    losses, norms = zip(*losses_and_norms, strict=True)
     assert [run.losses()[step] for step in range(1, NUM_STEPS + 1)] == pytest.approx(
         losses, rel=1e-9
     )
-    by_step = {line["step"]: line["grad_norm"] for line in run.metrics}
-    assert list(by_step.values()) == pytest.approx(norms, rel=1e-9)
+    norm_of_step = {line["step"]: line["grad_norm"] for line in run.metrics}
+    assert list(norm_of_step.values()) == pytest.approx(norms, rel=1e-9)
 
 
-def recording(settings: TrainSettings, folder: Path) -> TrainSettings:
+def with_recorded_samples(settings: TrainSettings, folder: Path) -> TrainSettings:
     return settings.model_copy(update={"record_samples": folder / "samples.jsonl"})
 
 
@@ -56,11 +56,13 @@ QUICK = ("pp",)
 @pytest.mark.parametrize(
     "name", [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in KILLS]
 )
-def test_a_kill_inside_a_group_changes_nothing(name: str, tmp_path: Path) -> None:
+def test_kill_inside_a_group_of_an_axis_changes_no_loss(name: str, tmp_path: Path) -> None:
     layout, settings, fault = KILLS[name]
-    run = run_plainly(tmp_path, recording(settings, tmp_path), 4, layout=layout, faults=(fault,))
-    assert_trained_plainly(run, settings)
-    assert_nothing_redone(run)
+    run = run_in_processes(
+        tmp_path, with_recorded_samples(settings, tmp_path), 4, layout=layout, faults=(fault,)
+    )
+    assert_equals_plain_loop(run, settings)
+    assert_no_step_repeated(run)
     assert_each_sample_once(run, settings.batch)
-    survivors_keep_their_processes(run, {"w0", "w1", "w2", "w3"} - {fault.worker})
-    assert [line["worker"] for line in run.told("WorkerLost")] == [fault.worker]
+    assert_survivors_kept(run, {"w0", "w1", "w2", "w3"} - {fault.worker})
+    assert [line["worker"] for line in run.lines_of("WorkerLost")] == [fault.worker]

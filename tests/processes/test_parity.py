@@ -9,7 +9,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 import torch
-from test_snapshot_server import HOST, SECRET, Child, never
+from test_snapshot_server import HOST, SECRET, Child, interrupt_never
 
 from actors.runtime.handshake import connect_afar
 from actors.snapshots.memory_layout import read_snapshot, sizes_of
@@ -46,10 +46,10 @@ def children() -> Iterator[list[Child]]:
         child.end()
 
 
-def part(rank: int, step: int) -> dict[str, torch.Tensor]:
-    generator = torch.Generator().manual_seed(100 * step + rank)
-    size = [1_500_001, 1_500_001, 1_500_001, 1_499_998][rank]
-    rows = [2, 2, 1, 0][rank]
+def random_shard(member: int, step: int) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + member)
+    size = [1_500_001, 1_500_001, 1_500_001, 1_499_998][member]
+    rows = [2, 2, 1, 0][member]
     return {
         "large": torch.rand(size, generator=generator),
         "uneven": torch.rand(rows, 3, dtype=torch.float64, generator=generator),
@@ -67,21 +67,21 @@ def order_for(snapshot_servers: list[SnapshotServer], num_changes: int = 1) -> S
 def snapshots_at(order: StartSnapshots) -> list[Snapshots]:
     """The snapshots of one worker on each node."""
     all_snapshots = []
-    for rank, worker in enumerate(MEMBERS):
-        all_snapshots.append(Snapshots(worker, f"n{rank}", SPECS, every=1, secret=SECRET))
+    for number, worker in enumerate(MEMBERS):
+        all_snapshots.append(Snapshots(worker, f"n{number}", SPECS, every=1, secret=SECRET))
         all_snapshots[-1].protect(order)
     return all_snapshots
 
 
-def take(snapshots: list[Snapshots], step: int) -> None:
+def take_on_all(snapshots: list[Snapshots], step: int) -> None:
     """Take a snapshot on all workers, and vote."""
-    for rank, mine in enumerate(snapshots):
-        mine.take(step, ASSIGNMENT, part(rank, step))
-    for mine in snapshots:
-        mine.await_whole(never)
-    num = sum(mine.are_whole for mine in snapshots)
-    for mine in snapshots:
-        mine.note_vote(num, NUM_NODES)
+    for number, worker_snapshots in enumerate(snapshots):
+        worker_snapshots.take(step, ASSIGNMENT, random_shard(number, step))
+    for worker_snapshots in snapshots:
+        worker_snapshots.await_whole(interrupt_never)
+    num_whole = sum(worker_snapshots.are_whole for worker_snapshots in snapshots)
+    for worker_snapshots in snapshots:
+        worker_snapshots.note_vote(num_whole, NUM_NODES)
 
 
 def query(children: list[Child]) -> dict[str, SnapshotServerReported]:
@@ -97,13 +97,13 @@ def query(children: list[Child]) -> dict[str, SnapshotServerReported]:
 
 def rebuild(children: list[Child], lost: int, step: int) -> dict[str, torch.Tensor]:
     answers = query(children)
-    back = bring_back(
+    recoverable = bring_back(
         {node: answer.slots for node, answer in answers.items()},
         {node: answer.parities for node, answer in answers.items()},
     )
-    [others] = [o for s, o in back.items() if (s.worker, s.step) == (MEMBERS[lost], step)]
+    [sources] = [o for s, o in recoverable.items() if (s.worker, s.step) == (MEMBERS[lost], step)]
     snapshot_servers = {child.snapshot_server.node: child.snapshot_server for child in children}
-    carried = Carried(MEMBERS[lost], "w9", "", others)
+    carried = Carried(MEMBERS[lost], "w9", "", sources)
     return read_snapshot(carried, snapshot_servers, "n9", SPECS, ASSIGNMENT, step, SECRET)
 
 
@@ -111,8 +111,8 @@ def rebuild(children: list[Child], lost: int, step: int) -> dict[str, torch.Tens
 def test_lost_part_is_rebuilt_bit_for_bit(children: list[Child], lost: int) -> None:
     snapshots = snapshots_at(order_for([child.snapshot_server for child in children]))
     for step in (1, 2, 3):
-        take(snapshots, step)
-        assert all(mine.are_whole for mine in snapshots)
+        take_on_all(snapshots, step)
+        assert all(worker_snapshots.are_whole for worker_snapshots in snapshots)
     sizes = sizes_of(SPECS, ASSIGNMENT, MEMBERS)
     answers = query(children)
     assert sum(answer.received_bytes for answer in answers.values()) == 3 * sum(sizes)
@@ -122,10 +122,10 @@ def test_lost_part_is_rebuilt_bit_for_bit(children: list[Child], lost: int) -> N
     children[lost].end()
     for step in (2, 3):
         tensors = rebuild(children, lost, step)
-        for name, tensor in part(lost, step).items():
+        for name, tensor in random_shard(lost, step).items():
             assert torch.equal(tensors[name], tensor), name
-    for mine in snapshots:
-        mine.end_generation()
+    for worker_snapshots in snapshots:
+        worker_snapshots.end_generation()
 
 
 def test_step_without_all_chunks_is_incomplete_and_the_older_is_kept(
@@ -133,38 +133,40 @@ def test_step_without_all_chunks_is_incomplete_and_the_older_is_kept(
 ) -> None:
     """One worker takes no snapshot of step 2, so the others' parities lack its chunks."""
     snapshots = snapshots_at(order_for([child.snapshot_server for child in children]))
-    take(snapshots, 1)
-    take(snapshots[:3], 2)
-    take(snapshots[:3], 3)
+    take_on_all(snapshots, 1)
+    take_on_all(snapshots[:3], 2)
+    take_on_all(snapshots[:3], 3)
     for answer in query(children).values():
         assert 1 in {slot.step for slot in answer.parities}
         if answer.node != "n3":
             assert {slot.step for slot in answer.parities} == {1}
     children[1].end()
-    assert torch.equal(rebuild(children, 1, 1)["large"], part(1, 1)["large"])
-    for mine in snapshots:
-        mine.end_generation()
+    assert torch.equal(rebuild(children, 1, 1)["large"], random_shard(1, 1)["large"])
+    for worker_snapshots in snapshots:
+        worker_snapshots.end_generation()
 
 
 def test_replaced_server_gets_all_chunks_under_the_next_order(children: list[Child]) -> None:
     snapshot_servers = [child.snapshot_server for child in children]
     snapshots = snapshots_at(order_for(snapshot_servers))
-    take(snapshots, 1)
+    take_on_all(snapshots, 1)
     children[2].end()
     children[2] = Child("n2")
     snapshot_servers[2] = children[2].snapshot_server
     order = order_for(snapshot_servers, num_changes=2)
-    for rank, mine in enumerate(snapshots):
-        mine.take(2, ASSIGNMENT, part(rank, 2))
-    threading.Timer(0.3, lambda: [mine.protect(order) for mine in snapshots]).start()
-    for mine in snapshots:
-        mine.await_whole(never)
-    assert all(mine.are_whole for mine in snapshots)
+    for rank, worker_snapshots in enumerate(snapshots):
+        worker_snapshots.take(2, ASSIGNMENT, random_shard(rank, 2))
+    threading.Timer(
+        0.3, lambda: [worker_snapshots.protect(order) for worker_snapshots in snapshots]
+    ).start()
+    for worker_snapshots in snapshots:
+        worker_snapshots.await_whole(interrupt_never)
+    assert all(worker_snapshots.are_whole for worker_snapshots in snapshots)
     children[0].end()
-    for name, tensor in part(0, 2).items():
+    for name, tensor in random_shard(0, 2).items():
         assert torch.equal(rebuild(children, 0, 2)[name], tensor), name
-    for mine in snapshots:
-        mine.end_generation()
+    for worker_snapshots in snapshots:
+        worker_snapshots.end_generation()
 
 
 def test_parities_of_old_sets_are_freed_once_a_newer_step_is_complete(
@@ -172,21 +174,21 @@ def test_parities_of_old_sets_are_freed_once_a_newer_step_is_complete(
 ) -> None:
     snapshot_servers = [child.snapshot_server for child in children]
     snapshots = snapshots_at(order_for(snapshot_servers))
-    take(snapshots, 1)
+    take_on_all(snapshots, 1)
     smaller = StartSnapshots(3, MEMBERS, tuple((k,) for k in snapshot_servers), (MEMBERS[:3],), 2)
-    for mine in snapshots:
-        mine.protect(smaller)
+    for worker_snapshots in snapshots:
+        worker_snapshots.protect(smaller)
     for step in (2, 3):
-        take(snapshots, step)
-        assert all(mine.are_whole for mine in snapshots)
+        take_on_all(snapshots, step)
+        assert all(worker_snapshots.are_whole for worker_snapshots in snapshots)
         sets = {p.members for answer in query(children).values() for p in answer.parities}
         assert sets == ({MEMBERS, MEMBERS[:3]} if step == 2 else {MEMBERS[:3]})
-    for mine in snapshots:
-        mine.end_generation()
+    for worker_snapshots in snapshots:
+        worker_snapshots.end_generation()
 
 
 class Chunk:
-    """A connection of another server that sends a chunk at the test's pace."""
+    """A connection of another server; the test controls when it sends its chunk."""
 
     def __init__(self, server: SnapshotHost, worker: str, step: int, body: bytes) -> None:
         self.step, self.body = step, body
@@ -210,17 +212,17 @@ ONES, TWOS = bytes([1]) * 5_000_000, bytes([2]) * 5_000_000
 
 
 def parities_of(server: SnapshotHost) -> list[int]:
-    return [parity.step for parity in server.told(3).parities]
+    return [parity.step for parity in server.report(3).parities]
 
 
-def test_broken_chunk_spoils_only_its_step() -> None:
+def test_interrupted_chunk_invalidates_only_its_step() -> None:
     server = SnapshotHost("n0", "", HOST, SECRET)
     torn, other = Chunk(server, "w1", 5, ONES), Chunk(server, "w2", 5, TWOS)
     torn.send(4_500_000)
     torn.socket.close()
     other.send()
     assert other.finish()
-    assert Chunk(server, "w1", 5, ONES).answer is None, "it would be folded in twice"
+    assert Chunk(server, "w1", 5, ONES).answer is None, "a second copy would be folded in twice"
     assert parities_of(server) == []
     for worker, body in (("w1", ONES), ("w2", TWOS)):
         chunk = Chunk(server, worker, 6, body)

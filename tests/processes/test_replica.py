@@ -12,8 +12,8 @@ from typing import NamedTuple
 import pytest
 import torch
 import torch.distributed as dist
-from expected import expected as plainly_trained
-from ranks import GENERATION, formed, open_file_store
+from expected import expected as train_plain_loop
+from ranks import GENERATION, formed_groups, open_file_store
 from torch.multiprocessing import start_processes
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -48,7 +48,7 @@ class Trained(NamedTuple):
     norms: list[float]
     held_out: float
     tensors: dict[str, torch.Tensor]
-    uncopied: bool
+    is_uncopied: bool
     num_collectives_in_compute: int
     num_collectives_in_apply: int
     sizes: StateBytes
@@ -66,7 +66,7 @@ class CountCollectives(TorchDispatchMode):
         return operator(*args, **(kwargs or {}))
 
 
-def never() -> None:
+def interrupt_never() -> None:
     """The `interrupt` that never raises."""
 
 
@@ -77,23 +77,25 @@ def program_of(settings: TrainSettings) -> TrainingProgram:
 def local_tensors(program: TrainingProgram, groups: Groups) -> dict[str, torch.Tensor]:
     """A rank's tensors at step 0, by the shard map."""
     layout = groups.assignment.layout
-    place = layout.coordinates(groups.world_rank)
-    regions = {spec: region_of(spec, layout, place) for spec in program.specs()}
-    held = {spec: region for spec, region in regions.items() if region is not None}
-    return {spec.name: program.initial(spec, region) for spec, region in held.items()}
+    coordinates = layout.coordinates(groups.world_rank)
+    regions = {spec: region_of(spec, layout, coordinates) for spec in program.specs()}
+    held_regions = {spec: region for spec, region in regions.items() if region is not None}
+    return {spec.name: program.initial(spec, region) for spec, region in held_regions.items()}
 
 
 def train(program: TrainingProgram, groups: Groups, num_steps: int = NUM_STEPS) -> Trained:
     replica = program.build(groups)
-    given = local_tensors(program, groups)
-    replica.adopt(given)
+    initial_tensors = local_tensors(program, groups)
+    replica.adopt(initial_tensors)
     adopted = replica.tensors()
-    uncopied = all(adopted[name].data_ptr() == given[name].data_ptr() for name in given)
-    held_out = replica.evaluate(0, never).loss
+    is_uncopied = all(
+        adopted[name].data_ptr() == initial_tensors[name].data_ptr() for name in initial_tensors
+    )
+    held_out = replica.evaluate(0, interrupt_never).loss
     losses, norms = [], []
     for step in range(1, num_steps + 1):
         with CountCollectives() as in_compute:
-            sums = replica.compute(step, never)
+            sums = replica.compute(step, interrupt_never)
         dist.all_reduce(sums)
         loss_sum, num_tokens, sq_grad_norm = sums.tolist()
         vote = Vote(step, loss_sum, int(num_tokens), sq_grad_norm, dist.get_world_size())
@@ -105,7 +107,7 @@ def train(program: TrainingProgram, groups: Groups, num_steps: int = NUM_STEPS) 
         norms,
         held_out,
         {name: tensor.clone() for name, tensor in replica.tensors().items()},
-        uncopied,
+        is_uncopied,
         in_compute.num_collectives,
         in_apply.num_collectives,
         replica.state_bytes(),
@@ -121,7 +123,7 @@ def run_rank(world_rank: int, folder: Path) -> None:
             continue
         log = {"record_samples": folder / f"{layout}.jsonl"}
         program = program_of(SETTINGS.model_copy(update=log))
-        with formed(layout, store, str(layout), world_rank) as groups:
+        with formed_groups(layout, store, str(layout), world_rank) as groups:
             trained = train(program, groups)
         torch.save(trained._asdict(), folder / f"{layout}-{world_rank}.pt")
 
@@ -142,13 +144,13 @@ def trained_by(folder: Path, layout: Layout, world_rank: int) -> Trained:
 @pytest.fixture(scope="module")
 def expected() -> tuple[list[tuple[float, float]], dict[str, torch.Tensor]]:
     """The losses and final weights of the plain loop."""
-    return plainly_trained(SETTINGS, NUM_STEPS)
+    return train_plain_loop(SETTINGS, NUM_STEPS)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=str)
-def test_every_layout_trains_as_the_plain_loop_does(folder, expected, layout) -> None:
-    seen, weights = expected
-    losses, norms = zip(*seen, strict=True)
+def test_every_layout_equals_the_plain_loop(folder, expected, layout) -> None:
+    losses_and_norms, weights = expected
+    losses, norms = zip(*losses_and_norms, strict=True)
     ranks = [trained_by(folder, layout, rank) for rank in range(layout.num_workers)]
     for trained in ranks:
         assert trained.losses == pytest.approx(losses, rel=1e-9)
@@ -184,8 +186,8 @@ def test_apply_runs_no_collective(folder, layout) -> None:
 
 
 def test_evenly_divided_parameters_are_adopted_without_a_copy(folder) -> None:
-    assert trained_by(folder, Layout(dp=2), 1).uncopied
-    assert trained_by(folder, Layout(dp=2, fsdp=2), 3).uncopied
+    assert trained_by(folder, Layout(dp=2), 1).is_uncopied
+    assert trained_by(folder, Layout(dp=2, fsdp=2), 3).is_uncopied
 
 
 def test_shards_take_their_fraction_of_the_memory(folder) -> None:
@@ -203,7 +205,7 @@ def test_every_sample_id_is_read_once(folder, layout) -> None:
     assert {row["generation"] for row in rows} == {GENERATION}
 
 
-class Stop(Exception):
+class Aborted(Exception):
     """The exception of an abort."""
 
 
@@ -215,30 +217,32 @@ def test_an_abort_is_detected_within_one_block_of_forward_and_backward(num_calls
     def interrupt() -> None:
         calls.append(1)
         if len(calls) > num_calls:
-            raise Stop
+            raise Aborted
 
     with group_of_one(CPU) as groups:
         replica = program.build(groups)
         replica.adopt(local_tensors(program, groups))
-        with pytest.raises(Stop):
+        with pytest.raises(Aborted):
             replica.compute(1, interrupt)
-        held = local_tensors(program, groups)
-        assert all(torch.equal(held[name], kept) for name, kept in replica.tensors().items())
+        initial_tensors = local_tensors(program, groups)
+        assert all(
+            torch.equal(initial_tensors[name], tensor) for name, tensor in replica.tensors().items()
+        )
     assert len(calls) == num_calls + 1
 
 
-def test_a_dropped_replica_leaves_nothing_behind_even_after_an_abort() -> None:
+def test_dropped_replica_is_freed_even_after_an_abort() -> None:
     program = program_of(SETTINGS)
     modules = []
 
     def abort() -> None:
-        raise Stop
+        raise Aborted
 
-    for interrupt in (never, abort):
+    for interrupt in (interrupt_never, abort):
         with group_of_one(CPU) as groups:
             replica = program.build(groups)
             replica.adopt(local_tensors(program, groups))
-            with suppress(Stop):
+            with suppress(Aborted):
                 replica.compute(1, interrupt)
             modules.append(weakref.ref(replica.sharded.modules[0]))
             del replica
@@ -250,11 +254,13 @@ def test_a_non_finite_step_does_not_change_the_state() -> None:
     with group_of_one(CPU) as groups:
         replica = program.build(groups)
         replica.adopt(local_tensors(program, groups))
-        replica.compute(1, never)
+        replica.compute(1, interrupt_never)
         applied = replica.apply(1, Vote(1, 0.0, 80, 1.0, 1, num_nonfinite=1))
-        held = local_tensors(program, groups)
+        initial_tensors = local_tensors(program, groups)
         assert applied.skipped and applied.grad_norm is None
-        assert all(torch.equal(held[name], kept) for name, kept in replica.tensors().items())
+        assert all(
+            torch.equal(initial_tensors[name], tensor) for name, tensor in replica.tensors().items()
+        )
 
 
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-"""Re-layouts in real processes, there and back: every region comes through bit by bit, and no byte
-is sent that was in place (invariants 3 and 4)."""
+"""Reshards in real processes, there and back: each region arrives bit by bit, and only missing
+bytes are sent (invariants 3 and 4)."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ COSTS = (1, 7, 7, 7, 7, 7, 3)
 
 
 class Pair(NamedTuple):
-    """Two layouts; the dead of the first are back in the second move."""
+    """Two layouts; workers that are dead in the first reshard take part in the second."""
 
     a: str
     b: str
     dead: tuple[str, ...] = ()
     is_reversed: bool = False
-    """Whether the members stand the other way round under `b`."""
+    """Whether `b` has the members in reverse order."""
 
     def __str__(self) -> str:
         dead = f" without {' '.join(self.dead)}" if self.dead else ""
         return f"{self.a} to {self.b}{' reversed' if self.is_reversed else ''}{dead}"
 
-    def relayouts(self) -> dict[str, ReshardPlan]:
-        """There and back."""
+    def plans(self) -> dict[str, ReshardPlan]:
+        """Plan the reshards from `a` to `b` and back."""
         a, b = Layout.parse(self.a), Layout.parse(self.b)
         living = tuple(worker for worker in WORKERS if worker not in self.dead)
         members = living[: b.num_workers][:: -1 if self.is_reversed else 1]
@@ -77,15 +77,15 @@ PAIRS = (
 )
 
 
-def specs() -> tuple[TensorSpec, ...]:
-    """Sizes that divide nothing, several dtypes, scalars, and one tensor of which the half is
-    more than a window."""
+def build_specs() -> tuple[TensorSpec, ...]:
+    """Build specs with indivisible sizes, several dtypes, scalars, and one tensor of which half
+    exceeds a transfer window."""
     size = int((2.2 * LARGEST_BYTES["cpu"] / 4) ** 0.5)
-    made = [
+    tensor_specs = [
         TensorSpec("large", (size, size), "float32", None, 0, 1),
         TensorSpec("rows", (11, 3), "float64", None, 0, 0, kind="optimizer"),
         TensorSpec("few", (2, 5), "float32", None, 0, 1),
-        TensorSpec("kept everywhere", (4, 3), "int64", kind="buffer"),
+        TensorSpec("replicated", (4, 3), "int64", kind="buffer"),
         TensorSpec("flags", (13,), "bool", None, 0, kind="buffer"),
     ]
     for layer in range(len(COSTS)):
@@ -96,22 +96,22 @@ def specs() -> tuple[TensorSpec, ...]:
             ("split experts", (5, 7, 2), "float64", (1, None, 0)),
             ("step", (), "float32", (None, None, None)),
         ):
-            made.append(
+            tensor_specs.append(
                 TensorSpec(f"{layer}.{name}", shape, dtype, layer, *dims, layer_costs=COSTS)
             )
-    return tuple(made)
+    return tuple(tensor_specs)
 
 
-SPECS = specs()
+SPECS = build_specs()
 
 
-def never() -> None:
-    """Nobody interrupts."""
+def interrupt_never() -> None:
+    """An `Interrupt` that never raises."""
 
 
 @cache
-def whole(seed: int) -> torch.Tensor:
-    """A tensor of random bits, not-a-numbers among them: the same in every process."""
+def random_tensor(seed: int) -> torch.Tensor:
+    """A tensor of random bits, including NaNs: the same in every process."""
     spec = SPECS[seed]
     num_bytes = prod(spec.shape) * spec.itemsize_bytes
     bits = torch.empty(num_bytes, dtype=torch.uint8)
@@ -119,76 +119,80 @@ def whole(seed: int) -> torch.Tensor:
     return bits.view(getattr(torch, spec.dtype)).view(spec.shape)
 
 
-def parts(assignment: Assignment, worker: str) -> dict[str, torch.Tensor]:
-    """What a worker holds."""
+def shard_of(assignment: Assignment, worker: str) -> dict[str, torch.Tensor]:
+    """The regions that a worker holds."""
     if worker not in assignment.members:
         return {}
-    held = {}
+    tensors = {}
     for seed, spec in enumerate(SPECS):
         region = region_of(spec, assignment.layout, assignment.coordinates(worker))
         if region is not None:
             box = tuple(slice(o, o + n) for o, n in zip(region.offsets, region.shape, strict=True))
-            held[spec.name] = whole(seed)[box].clone(memory_format=torch.contiguous_format)
-    return held
+            tensors[spec.name] = random_tensor(seed)[box].clone(
+                memory_format=torch.contiguous_format
+            )
+    return tensors
 
 
-def differing(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor]) -> list[str]:
-    """The names of which the bits are not the same, or that one side lacks."""
+def differing_names(
+    actual: Mapping[str, torch.Tensor], expected: Mapping[str, torch.Tensor]
+) -> list[str]:
+    """The names of tensors whose bits differ, or that one side lacks."""
     return [
         name
-        for name in sorted(found.keys() | wanted.keys())
-        if name not in found or name not in wanted or not same_bits(found[name], wanted[name])
+        for name in sorted(actual.keys() | expected.keys())
+        if name not in actual or name not in expected or not same_bits(actual[name], expected[name])
     ]
 
 
-def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
-    if one.shape != other.shape or one.dtype != other.dtype:
+def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
+    if first.shape != second.shape or first.dtype != second.dtype:
         return False
-    return torch.equal(one.reshape(-1).view(torch.uint8), other.reshape(-1).view(torch.uint8))
+    return torch.equal(first.reshape(-1).view(torch.uint8), second.reshape(-1).view(torch.uint8))
 
 
-def relay_out(
-    reshard: ReshardPlan, worker: str, held: Mapping[str, torch.Tensor], store: dist.Store
+def reshard_worker(
+    reshard: ReshardPlan, worker: str, held_tensors: Mapping[str, torch.Tensor], store: dist.Store
 ) -> tuple[dict[str, torch.Tensor], Moved]:
-    rank, num_ranks = reshard.transfer_rank(worker), len(reshard.participants)
-    group = bare_group("cpu", store, rank, num_ranks, TIMEOUT)
+    transfer_rank, num_ranks = reshard.transfer_rank(worker), len(reshard.participants)
+    group = bare_group("cpu", store, transfer_rank, num_ranks, TIMEOUT)
     transfers = derive(SPECS, reshard, worker)
-    parts_held = {} if transfers.own_part is None else {transfers.own_part: held}
-    moved = move(SPECS, transfers, parts_held, group, CPU, never)
-    group.barrier().wait()  # nobody hangs up while others still read
+    tensors_of_part = {} if transfers.own_part is None else {transfers.own_part: held_tensors}
+    moved = move(SPECS, transfers, tensors_of_part, group, CPU, interrupt_never)
+    group.barrier().wait()  # no worker closes its connections while others still read
     return moved
 
 
 def run_worker(rank: int, folder: Path) -> None:
-    """One of the processes: take its part in all pairs, and tell what came of it."""
+    """Run one worker process through all pairs, and write its results."""
     torch.set_num_threads(1)
     worker = WORKERS[rank]
     file = dist.FileStore(str(folder / "store"), NUM_PROCESSES)
-    told: dict[str, dict[str, Any]] = {}
+    results: dict[str, dict[str, Any]] = {}
     for pair in PAIRS:
-        held: dict[str, torch.Tensor] = {}
-        for direction, reshard in pair.relayouts().items():
+        held_tensors: dict[str, torch.Tensor] = {}
+        for direction, reshard in pair.plans().items():
             if worker not in reshard.participants:
                 continue
             assert reshard.old is not None
             if direction == "there" and worker in reshard.holders:
-                held = parts(reshard.old, worker)
+                held_tensors = shard_of(reshard.old, worker)
             store = dist.PrefixStore(f"{pair} {direction}", file)
-            new, moved = relay_out(reshard, worker, held, store)
-            before = parts(reshard.old, worker) if worker in reshard.holders else {}
-            told[f"{pair} {direction}"] = {
+            new_tensors, moved = reshard_worker(reshard, worker, held_tensors, store)
+            tensors_before = shard_of(reshard.old, worker) if worker in reshard.holders else {}
+            results[f"{pair} {direction}"] = {
                 "sent": moved.bytes_sent,
                 "received": moved.bytes_received,
-                "wrong": differing(new, parts(reshard.new, worker)),
-                "spoilt": differing(held, before),
+                "wrong": differing_names(new_tensors, shard_of(reshard.new, worker)),
+                "overwritten": differing_names(held_tensors, tensors_before),
             }
-            held = new
-    (folder / f"{worker}.json").write_text(json.dumps(told))
+            held_tensors = new_tensors
+    (folder / f"{worker}.json").write_text(json.dumps(results))
 
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
-    """What each worker has to tell, all pairs moved by one start of the processes."""
+def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, Any]]]:
+    """The results of each worker; one start of the processes runs all pairs."""
     folder = tmp_path_factory.mktemp("reshard")
     set_forkserver_preload(["actors.distributed.state_transfer", "reference_geometry"])
     start_processes(run_worker, (folder,), NUM_PROCESSES, start_method="forkserver")
@@ -197,16 +201,22 @@ def told(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str, A
 
 @pytest.mark.parametrize("direction", ["there", "back"])
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
-def test_every_region_comes_through_and_nothing_needless_is_sent(told, pair, direction) -> None:
-    reshard = pair.relayouts()[direction]
-    mine = [of_worker.get(f"{pair} {direction}") for of_worker in told]
-    took_part = [worker for worker, one in zip(WORKERS, mine, strict=True) if one is not None]
-    assert took_part == sorted(reshard.participants)
-    seen = [one for one in mine if one is not None]
-    assert [one["wrong"] for one in seen] == [[]] * len(seen)
-    assert [one["spoilt"] for one in seen] == [[]] * len(seen)
+def test_reshard_delivers_each_region_and_sends_only_missing_bytes(
+    results, pair, direction
+) -> None:
+    reshard = pair.plans()[direction]
+    results_of_pair = [by_name.get(f"{pair} {direction}") for by_name in results]
+    participants = [
+        worker
+        for worker, result in zip(WORKERS, results_of_pair, strict=True)
+        if result is not None
+    ]
+    assert participants == sorted(reshard.participants)
+    present = [result for result in results_of_pair if result is not None]
+    assert [result["wrong"] for result in present] == [[]] * len(present)
+    assert [result["overwritten"] for result in present] == [[]] * len(present)
     bound = lower_bound_bytes(SPECS, reshard)
-    assert sum(one["sent"] for one in seen) == bound
-    assert sum(one["received"] for one in seen) == bound
+    assert sum(result["sent"] for result in present) == bound
+    assert sum(result["received"] for result in present) == bound
     in_place = ("dp=4 to tp=4 there", "dp=1 to dp=3 back", "tp=2 to dp=2 back")
     assert bool(bound) == (f"{pair} {direction}" not in in_place)

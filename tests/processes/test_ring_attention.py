@@ -64,16 +64,16 @@ class Tensors(NamedTuple):
     grad: Tensor
 
 
-def whole(case: Case) -> tuple[Tensors, Tensor | None]:
+def build_inputs(case: Case) -> tuple[Tensors, Tensor | None]:
     """The inputs, equal in every process, and documents with another border in each sample."""
     generator = torch.Generator().manual_seed(case.length)
     shapes = [(case.batch, case.length, heads, HEAD_DIM) for heads in (case.heads, case.kv_heads)]
-    made = [torch.randn(shapes[i], generator=generator).to(case.dtype) for i in (0, 1, 1, 0)]
+    tensors = [torch.randn(shapes[i], generator=generator).to(case.dtype) for i in (0, 1, 1, 0)]
     begins = torch.rand(case.batch, case.length, generator=generator) < 4 / case.length
-    return Tensors(*made), begins.cumsum(1) if case.with_documents else None
+    return Tensors(*tensors), begins.cumsum(1) if case.with_documents else None
 
 
-def results(attend, tensors: Tensors) -> Tensors:
+def forward_and_backward(attend, tensors: Tensors) -> Tensors:
     """The output and the gradients; heads before positions, without a copy, as in the model."""
     *inputs, grad = (tensor.clone() for tensor in tensors)
     output = attend(*(heads.requires_grad_().transpose(1, 2) for heads in inputs)).transpose(1, 2)
@@ -81,9 +81,9 @@ def results(attend, tensors: Tensors) -> Tensors:
     return Tensors(*(heads.grad for heads in inputs), output.detach())
 
 
-def plainly(case: Case) -> Tensors:
+def plain_attention(case: Case) -> Tensors:
     """Plain attention over the full sequence, in float64."""
-    tensors, documents = whole(case)
+    tensors, documents = build_inputs(case)
     allowed = torch.ones(1, 1, case.length, case.length, dtype=torch.bool).tril()
     if documents is not None:
         allowed = allowed & (documents[:, None, :, None] == documents[:, None, None, :])
@@ -91,21 +91,23 @@ def plainly(case: Case) -> Tensors:
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return scaled_dot_product_attention(query, key, value, attn_mask=allowed, enable_gqa=True)
 
-    return results(attend, Tensors(*(tensor.double() for tensor in tensors)))
+    return forward_and_backward(attend, Tensors(*(tensor.double() for tensor in tensors)))
 
 
-def on_the_ring(case: Case, group: dist.ProcessGroup, device: str = "cpu") -> Tensors:
+def ring_results(case: Case, group: dist.ProcessGroup, device: str = "cpu") -> Tensors:
     """The results of this rank for its positions."""
-    tensors, documents = whole(case)
-    mine = positions(case.length, group.rank(), group.size())
+    tensors, documents = build_inputs(case)
+    own_positions = positions(case.length, group.rank(), group.size())
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
         return ring_attention(query, key, value, case.length, group, documents)
 
-    return results(attend, Tensors(*(tensor[:, mine].to(device) for tensor in tensors)))
+    return forward_and_backward(
+        attend, Tensors(*(tensor[:, own_positions].to(device) for tensor in tensors))
+    )
 
 
-def work(group: dist.ProcessGroup, length: int) -> tuple[int, int]:
+def count_work(group: dist.ProcessGroup, length: int) -> tuple[int, int]:
     """The number of pairs whose scores this rank computes, and of tiles that it masks."""
     ring = Ring(length, group)
     device = torch.device("cpu")
@@ -117,10 +119,10 @@ def work(group: dist.ProcessGroup, length: int) -> tuple[int, int]:
     return num_pairs, sum(tile.masked is not None for tile in tiles)
 
 
-def without_the_other(group: dist.ProcessGroup) -> str:
+def error_without_peer(group: dist.ProcessGroup) -> str:
     """The message of the error that attention raises after a rank has left the group."""
     try:
-        on_the_ring(Case(2, 16), group)
+        ring_results(Case(2, 16), group)
     except RuntimeError as error:
         return str(error)
     return ""
@@ -135,30 +137,30 @@ def run_rank(world_rank: int, folder: Path) -> None:
         "gloo", store=store, world_size=NUM_PROCESSES, rank=world_rank, timeout=timeout
     )
     groups = {size: dist.new_group(MEMBERS[size], timeout=timeout) for size in MEMBERS}
-    mine = {size: group for size, group in groups.items() if world_rank in MEMBERS[size]}
+    own_groups = {size: group for size, group in groups.items() if world_rank in MEMBERS[size]}
     for case in CASES:
-        if case.size in mine:
-            group = mine[case.size]
-            torch.save(tuple(on_the_ring(case, group)), folder / f"{case}-{group.rank()}.pt")
-    torch.save(work(groups[4], 8 * CPU_TILE), folder / f"work-{world_rank}.pt")
+        if case.size in own_groups:
+            group = own_groups[case.size]
+            torch.save(tuple(ring_results(case, group)), folder / f"{case}-{group.rank()}.pt")
+    torch.save(count_work(groups[4], 8 * CPU_TILE), folder / f"work-{world_rank}.pt")
     dist.barrier()
     first, second = MEMBERS[2]
     if world_rank == first:
-        torch.save(without_the_other(groups[2]), folder / "raised.pt")
+        torch.save(error_without_peer(groups[2]), folder / "raised.pt")
     if world_rank != second:
         dist.destroy_process_group()
 
 
 def compare(folder: Path, case: Case) -> None:
     """Compare the results of the ranks to plain attention."""
-    expected, tolerance = plainly(case), TOLERANCES[case.dtype]
+    expected, tolerance = plain_attention(case), TOLERANCES[case.dtype]
     for cp_rank in range(case.size):
-        mine = positions(case.length, cp_rank, case.size)
+        own_positions = positions(case.length, cp_rank, case.size)
         actual = Tensors(*torch.load(folder / f"{case}-{cp_rank}.pt"))
-        for tensor, other in zip(actual, expected, strict=True):
+        for tensor, expected_tensor in zip(actual, expected, strict=True):
             assert tensor.dtype == case.dtype
             torch.testing.assert_close(
-                tensor.double(), other[:, mine], rtol=tolerance, atol=tolerance
+                tensor.double(), expected_tensor[:, own_positions], rtol=tolerance, atol=tolerance
             )
 
 
@@ -189,9 +191,15 @@ def test_errors_of_a_broken_group_propagate(folder: Path) -> None:
 @pytest.mark.parametrize("num_cp_ranks", [1, 2, 3, 4, 7])
 @pytest.mark.parametrize("length", [1, 2, 5, 16, 19, 84, 1000])
 def test_the_positions_of_all_ranks_are_the_sequence(length: int, num_cp_ranks: int) -> None:
-    held = [positions(length, cp_rank, num_cp_ranks) for cp_rank in range(num_cp_ranks)]
-    assert sorted(torch.cat(held).tolist()) == list(range(length))
-    assert all(earlier < later for mine in held for earlier, later in pairwise(mine.tolist()))
+    positions_of_ranks = [
+        positions(length, cp_rank, num_cp_ranks) for cp_rank in range(num_cp_ranks)
+    ]
+    assert sorted(torch.cat(positions_of_ranks).tolist()) == list(range(length))
+    assert all(
+        earlier < later
+        for rank_positions in positions_of_ranks
+        for earlier, later in pairwise(rank_positions.tolist())
+    )
 
 
 @pytest.mark.parametrize("num_cp_ranks", [1, 2, 3, 4, 7])

@@ -1,4 +1,4 @@
-"""Whole runs with real SIGKILLs: what is computed is what the undisturbed run computes."""
+"""Whole runs with real SIGKILLs: they compute what the undisturbed run computes."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from pathlib import Path
 import pytest
 import torch
 from expected import expected
-from harness import Outcome, run_plainly
-from raising import FATAL_STEP, RAISED, SLOW_S
+from harness import Outcome, run_in_processes
+from raising_program import FATAL_STEP, RAISED, SLOW_S
 from run_checks import (
     assert_each_sample_once,
-    assert_nothing_redone,
-    survivors_keep_their_processes,
+    assert_no_step_repeated,
+    assert_survivors_kept,
 )
 
 from actors.runtime.fault_spec import Fault
@@ -41,27 +41,27 @@ SETTINGS = tiny().model_copy(
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return run_plainly(tmp_path_factory.mktemp("undisturbed"), SETTINGS, 1)
+    return run_in_processes(tmp_path_factory.mktemp("undisturbed"), SETTINGS, 1)
 
 
-def recording(folder: Path, **update: object):
+def with_recorded_samples(folder: Path, **update: object):
     samples = folder / "samples.jsonl"
     return SETTINGS.model_copy(update={"record_samples": samples, **update})
 
 
-def assert_same_maths(run: Outcome, undisturbed: Outcome) -> None:
+def assert_same_training(run: Outcome, undisturbed: Outcome) -> None:
     assert run.stopped.outcome == "completed", run.stopped
     assert list(run.losses()) == list(range(1, NUM_STEPS + 1))
     assert run.losses() == pytest.approx(undisturbed.losses(), rel=1e-9)
-    evaluated = {line["step"]: line["loss"] for line in run.told("Evaluated")}
-    assert evaluated == pytest.approx(
-        {line["step"]: line["loss"] for line in undisturbed.told("Evaluated")}, rel=1e-9
+    held_out_losses = {line["step"]: line["loss"] for line in run.lines_of("Evaluated")}
+    assert held_out_losses == pytest.approx(
+        {line["step"]: line["loss"] for line in undisturbed.lines_of("Evaluated")}, rel=1e-9
     )
     assert_same_weights(run, final_weights(undisturbed))
 
 
 def final_weights(run: Outcome) -> dict[str, torch.Tensor]:
-    """The parameters, put together from whatever layout wrote them."""
+    """Read the whole parameters from the last checkpoint, whatever layout wrote it."""
     [checkpoint] = (run.folder / "checkpoints").glob(f"step-{NUM_STEPS:08d}-*")
     program = TrainingProgram(SETTINGS.model_dump(mode="json"), device="cpu")
     parameters = [spec for spec in program.specs() if spec.kind == "parameter"]
@@ -75,16 +75,16 @@ def assert_same_weights(run: Outcome, weights: dict[str, torch.Tensor]) -> None:
         torch.testing.assert_close(weight, weights[name].detach(), rtol=1e-9, atol=1e-11)
 
 
-def test_the_undisturbed_run_equals_the_plain_loop(undisturbed: Outcome) -> None:
-    seen, weights = expected(SETTINGS, NUM_STEPS)
-    losses, norms = zip(*seen, strict=True)
+def test_undisturbed_run_equals_the_plain_loop(undisturbed: Outcome) -> None:
+    losses_and_norms, weights = expected(SETTINGS, NUM_STEPS)
+    losses, norms = zip(*losses_and_norms, strict=True)
     assert list(undisturbed.losses().values()) == pytest.approx(losses, rel=1e-9)
     assert [line["grad_norm"] for line in undisturbed.metrics] == pytest.approx(norms, rel=1e-9)
     assert_same_weights(undisturbed, weights)
 
 
-TELLING = ("compute", "world rank 0 in the vote", "forming")
-"""Those of the kills below that `make test` runs."""
+QUICK_KILLS = ("compute", "world rank 0 in the vote", "forming")
+"""The kills below that `make test` runs."""
 KILLS = {
     "compute": ("dp=3", [Fault("kill", "w2", 20, "compute")], {"w0", "w1"}),
     "world rank 0 in the vote": ("dp=3", [Fault("kill", "w0", 20, "vote")], {"w1", "w2"}),
@@ -102,7 +102,7 @@ KILLS = {
     ),
     "resharding": (
         "dp=2,fsdp=2",
-        [Fault("kill", "w3", 20, "compute"), Fault("kill", "w2", 20, "relaying")],
+        [Fault("kill", "w3", 20, "compute"), Fault("kill", "w2", 20, "resharding")],
         {"w0", "w1"},
     ),
     "evaluation": ("dp=2,fsdp=2", [Fault("kill", "w0", 32, "evaluation")], {"w1", "w2", "w3"}),
@@ -111,110 +111,124 @@ KILLS = {
 
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=[] if name in TELLING else pytest.mark.slow) for name in KILLS],
+    [pytest.param(name, marks=[] if name in QUICK_KILLS else pytest.mark.slow) for name in KILLS],
 )
-def test_a_kill_changes_nothing(name: str, tmp_path: Path, undisturbed: Outcome) -> None:
+def test_kill_changes_no_loss_weight_or_sample(
+    name: str, tmp_path: Path, undisturbed: Outcome
+) -> None:
     layout, faults, survivors = KILLS[name]
     num_workers = len(survivors) + len(faults)
-    run = run_plainly(
-        tmp_path, recording(tmp_path), num_workers, layout=layout, faults=tuple(faults)
+    run = run_in_processes(
+        tmp_path, with_recorded_samples(tmp_path), num_workers, layout=layout, faults=tuple(faults)
     )
-    assert_same_maths(run, undisturbed)
-    assert_nothing_redone(run)
+    assert_same_training(run, undisturbed)
+    assert_no_step_repeated(run)
     assert_each_sample_once(run, SETTINGS.batch)
-    survivors_keep_their_processes(run, survivors)
-    assert len(run.told("WorkerLost")) == len(faults)
+    assert_survivors_kept(run, survivors)
+    assert len(run.lines_of("WorkerLost")) == len(faults)
 
 
-UNSEEN = [Fault("raise", "w1", 20, "reading"), Fault("kill", "w2", 20, "apply")]
-"""All but w1 see the vote of step 20 decided, and w2 dies of it."""
+VOTE_UNSEEN_BY_W1 = [Fault("raise", "w1", 20, "reading"), Fault("kill", "w2", 20, "apply")]
+"""All workers except w1 see the vote of step 20; w2 dies when it applies the step."""
 
 
-def test_who_has_not_seen_the_vote_rolls_forward(tmp_path: Path, undisturbed: Outcome) -> None:
-    run = run_plainly(tmp_path, recording(tmp_path), 4, layout="dp=4", faults=tuple(UNSEEN))
-    assert_same_maths(run, undisturbed)
-    assert_nothing_redone(run)
+def test_survivor_without_the_vote_rolls_forward(tmp_path: Path, undisturbed: Outcome) -> None:
+    run = run_in_processes(
+        tmp_path, with_recorded_samples(tmp_path), 4, layout="dp=4", faults=tuple(VOTE_UNSEEN_BY_W1)
+    )
+    assert_same_training(run, undisturbed)
+    assert_no_step_repeated(run)
     assert_each_sample_once(run, SETTINGS.batch)
-    [settled] = run.told("RolledForward")
-    assert (settled["worker"], settled["record"]["step"]) == ("w1", 20)
-    survivors_keep_their_processes(run, {"w0", "w1", "w3"})
+    [rolled_forward] = run.lines_of("RolledForward")
+    assert (rolled_forward["worker"], rolled_forward["record"]["step"]) == ("w1", 20)
+    assert_survivors_kept(run, {"w0", "w1", "w3"})
 
 
 @pytest.mark.slow
-def test_who_cannot_roll_forward_is_replaced(tmp_path: Path, undisturbed: Outcome) -> None:
-    faults = (*UNSEEN, Fault("raise", "w1", 20, "rolling_forward"))
-    run = run_plainly(tmp_path, recording(tmp_path), 4, layout="dp=4", faults=faults)
-    assert_same_maths(run, undisturbed)
-    assert_nothing_redone(run)
-    assert_each_sample_once(run, SETTINGS.batch)
-    assert run.told("RollForward") and not run.told("RolledForward")
-    assert {line["worker"] for line in run.told("WorkerLost")} == {"w1", "w2"}
-    survivors_keep_their_processes(run, {"w0", "w3"})
-
-
-@pytest.mark.slow
-def test_a_survivor_that_stays_blocked_is_killed(tmp_path: Path, undisturbed: Outcome) -> None:
-    """w1 hangs in code that is not torch's: another thread would hang there again."""
-    faults = (Fault("kill", "w2", 20, "apply"), Fault("hang", "w1", 20, "reading"))
-    run = run_plainly(tmp_path, recording(tmp_path), 4, layout="dp=4", faults=faults)
-    assert_same_maths(run, undisturbed)
-    assert_nothing_redone(run)
-    assert_each_sample_once(run, SETTINGS.batch)
-    assert {line["worker"] for line in run.told("WorkerLost")} == {"w1", "w2"}
-    causes = {line["worker"]: line["cause"] for line in run.told("StopWorker")}
-    assert causes == {"w1": "it did not unwind in time"}
-    survivors_keep_their_processes(run, {"w0", "w3"})
-
-
-@pytest.mark.slow
-def test_where_everybody_stands_is_kept_when_a_worker_hangs(
+def test_survivor_that_cannot_roll_forward_is_replaced(
     tmp_path: Path, undisturbed: Outcome
 ) -> None:
-    """It answers probes, and no step commits; the others wait for it in a collective."""
+    faults = (*VOTE_UNSEEN_BY_W1, Fault("raise", "w1", 20, "rolling_forward"))
+    run = run_in_processes(
+        tmp_path, with_recorded_samples(tmp_path), 4, layout="dp=4", faults=faults
+    )
+    assert_same_training(run, undisturbed)
+    assert_no_step_repeated(run)
+    assert_each_sample_once(run, SETTINGS.batch)
+    assert run.lines_of("RollForward") and not run.lines_of("RolledForward")
+    assert {line["worker"] for line in run.lines_of("WorkerLost")} == {"w1", "w2"}
+    assert_survivors_kept(run, {"w0", "w3"})
+
+
+@pytest.mark.slow
+def test_blocked_survivor_is_killed(tmp_path: Path, undisturbed: Outcome) -> None:
+    """w1 hangs in code outside of torch, where a further thread would hang too."""
+    faults = (Fault("kill", "w2", 20, "apply"), Fault("hang", "w1", 20, "reading"))
+    run = run_in_processes(
+        tmp_path, with_recorded_samples(tmp_path), 4, layout="dp=4", faults=faults
+    )
+    assert_same_training(run, undisturbed)
+    assert_no_step_repeated(run)
+    assert_each_sample_once(run, SETTINGS.batch)
+    assert {line["worker"] for line in run.lines_of("WorkerLost")} == {"w1", "w2"}
+    causes = {line["worker"]: line["cause"] for line in run.lines_of("StopWorker")}
+    assert causes == {"w1": "it did not unwind in time"}
+    assert_survivors_kept(run, {"w0", "w3"})
+
+
+@pytest.mark.slow
+def test_hang_stores_the_stack_traces_of_all_workers(tmp_path: Path, undisturbed: Outcome) -> None:
+    """The hung worker answers probes, but no step commits: the others wait in a collective."""
     fault = Fault("hang", "w1", 20, "compute")
-    run = run_plainly(tmp_path, SETTINGS, 3, layout="dp=3", faults=(fault,), hang_timeout_s=2.0)
-    assert_same_maths(run, undisturbed)
-    assert_nothing_redone(run)
-    [abort] = run.told("Abort")
+    run = run_in_processes(
+        tmp_path, SETTINGS, 3, layout="dp=3", faults=(fault,), hang_timeout_s=2.0
+    )
+    assert_same_training(run, undisturbed)
+    assert_no_step_repeated(run)
+    [abort] = run.lines_of("Abort")
     assert abort["is_hang"]
     traces = {file.name: file.read_text() for file in (tmp_path / "traces").iterdir()}
     assert sorted(traces) == [f"g{abort['generation']}-{w}.txt" for w in ("w0", "w1", "w2")]
-    of = {name[3:5]: text for name, text in traces.items()}
-    assert "time.sleep(3600)" in of["w1"] and "thread training" in of["w1"]
-    assert "time.sleep(3600)" not in of["w0"]
-    assert "in wait_for" in of["w0"] and "buckets.py" in of["w0"], "it sums gradients"
+    trace_of = {name[3:5]: text for name, text in traces.items()}
+    assert "time.sleep(3600)" in trace_of["w1"] and "thread training" in trace_of["w1"]
+    assert "time.sleep(3600)" not in trace_of["w0"]
+    assert "in wait_for" in trace_of["w0"] and "buckets.py" in trace_of["w0"], (
+        "w0 waits in the reduction of gradients"
+    )
 
 
-def test_a_sample_that_ends_whoever_runs_it_is_named(tmp_path: Path) -> None:
-    """Instead of all workers, and those that replace them, four are lost to it."""
-    run = run_plainly(tmp_path, SETTINGS, 6, program="sabotage:dies_of_a_sample")
+def test_sample_that_kills_its_workers_is_reported_by_index(tmp_path: Path) -> None:
+    """The run loses four workers to the sample, and not every worker and replacement."""
+    run = run_in_processes(tmp_path, SETTINGS, 6, program="mistaken_programs:dies_of_a_sample")
     assert run.stopped.outcome == "failed"
-    # Of six, five, four and three data ranks, the one that ran number 5 also ran number 4.
+    # With six, five, four and three data ranks, the rank of microbatch 5 also ran microbatch 4.
     first = (12 - 1) * SETTINGS.batch
     assert SETTINGS.num_microbatches == 12 and SETTINGS.microbatch == 1
     assert "every worker that ran its microbatch 4 to 5, 4 times" in run.stopped.reason
     num_samples = TrainingProgram(SETTINGS.model_dump(mode="json")).workload.num_samples
     indices = sorted(sample_of(SETTINGS.seed, first + i, num_samples) for i in (4, 5))
     assert run.stopped.reason.endswith(f"look at training samples {indices[0]}, {indices[1]}")
-    assert len(run.told("WorkerLost")) == 4
-    assert run.told("Checkpointed")[-1]["step"] == 11
+    assert len(run.lines_of("WorkerLost")) == 4
+    assert run.lines_of("Checkpointed")[-1]["step"] == 11
 
 
 @pytest.mark.slow
-def test_a_sample_that_ends_both_workers_costs_no_step(tmp_path: Path) -> None:
-    """The second would have had the whole state alone as it read the sample."""
-    run = run_plainly(tmp_path, SETTINGS, 2, program="sabotage:dies_of_a_sample")
+def test_sample_that_kills_both_workers_loses_no_step(tmp_path: Path) -> None:
+    """The second worker would be the only one with the whole state when it reads the sample."""
+    run = run_in_processes(tmp_path, SETTINGS, 2, program="mistaken_programs:dies_of_a_sample")
     assert run.stopped.outcome == "failed"
     assert "4 times: look at training samples" in run.stopped.reason
-    assert run.told("Checkpointed")[-1]["step"] == run.stopped.step == 11
-    assert_nothing_redone(run)
+    assert run.lines_of("Checkpointed")[-1]["step"] == run.stopped.step == 11
+    assert_no_step_repeated(run)
 
 
 @pytest.mark.slow
-def test_a_held_out_sample_that_ends_workers_is_not_taken_for_training_data(
+def test_held_out_sample_that_kills_workers_is_reported_as_held_out(
     tmp_path: Path,
 ) -> None:
-    run = run_plainly(tmp_path, SETTINGS, 4, program="sabotage:dies_of_a_held_out_sample")
+    run = run_in_processes(
+        tmp_path, SETTINGS, 4, program="mistaken_programs:dies_of_a_held_out_sample"
+    )
     assert run.stopped.outcome == "failed"
     assert "the evaluation after step" in run.stopped.reason
     assert "look at held-out samples" in run.stopped.reason
@@ -222,96 +236,107 @@ def test_a_held_out_sample_that_ends_workers_is_not_taken_for_training_data(
 
 
 @pytest.mark.slow
-def test_a_stopped_worker_is_found_and_killed(tmp_path: Path, undisturbed: Outcome) -> None:
+def test_worker_stopped_by_signal_is_detected_and_killed(
+    tmp_path: Path, undisturbed: Outcome
+) -> None:
     fault = Fault("stop", "w1", 20, "compute")
-    run = run_plainly(tmp_path, SETTINGS, 3, faults=(fault,), quiesce_deadline_s=1.0)
-    assert_same_maths(run, undisturbed)
-    assert_nothing_redone(run)
-    assert [line["worker"] for line in run.told("WorkerLost")] == ["w1"]
+    run = run_in_processes(tmp_path, SETTINGS, 3, faults=(fault,), quiesce_deadline_s=1.0)
+    assert_same_training(run, undisturbed)
+    assert_no_step_repeated(run)
+    assert [line["worker"] for line in run.lines_of("WorkerLost")] == ["w1"]
 
 
-def test_a_leaver_goes_at_a_boundary(tmp_path: Path, undisturbed: Outcome) -> None:
-    """Shrinkage by plan: the last part of the state moves from the leaver, live."""
-    leaver = (20, WorkerDraining("w1", "drained"))
-    run = run_plainly(tmp_path, recording(tmp_path), 2, layout="fsdp=2", due=(leaver,))
-    assert_same_maths(run, undisturbed)
-    assert_nothing_redone(run)
+def test_drained_worker_leaves_at_a_step_boundary(tmp_path: Path, undisturbed: Outcome) -> None:
+    """A planned shrink: the last shard of the state moves from the draining worker."""
+    drain = (20, WorkerDraining("w1", "drained"))
+    run = run_in_processes(
+        tmp_path, with_recorded_samples(tmp_path), 2, layout="fsdp=2", due=(drain,)
+    )
+    assert_same_training(run, undisturbed)
+    assert_no_step_repeated(run)
     assert_each_sample_once(run, SETTINGS.batch)
-    assert run.told("Resharded")[1]["bytes_moved"] > 0
-    assert not run.told("Abort")
+    assert run.lines_of("Resharded")[1]["bytes_moved"] > 0
+    assert not run.lines_of("Abort")
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("layout", [pytest.param("dp=3", marks=pytest.mark.slow), "fsdp=3"])
-def test_a_node_that_ends_before_any_boundary_is_left_at_once(
+def test_node_that_ends_before_the_next_boundary_loses_its_workers_at_once(
     layout: str, tmp_path: Path, undisturbed: Outcome
 ) -> None:
-    """Whose part others have is let go; who alone has it gives it first. No step is lost."""
+    """A worker that alone holds its shard sends it first; others are dropped. No step is lost."""
     notice = (20, NodeDraining("node-w1", time.time(), "a notice"))
-    run = run_plainly(
-        tmp_path, recording(tmp_path), 3, layout=layout, due=(notice,), node_of="node-{}".format
+    run = run_in_processes(
+        tmp_path,
+        with_recorded_samples(tmp_path),
+        3,
+        layout=layout,
+        due=(notice,),
+        node_of="node-{}".format,
     )
-    assert_same_maths(run, undisturbed)
-    assert_nothing_redone(run)
+    assert_same_training(run, undisturbed)
+    assert_no_step_repeated(run)
     assert_each_sample_once(run, SETTINGS.batch)
-    [abort] = run.told("Abort")
+    [abort] = run.lines_of("Abort")
     assert ("w1" in abort["workers"]) == (layout == "fsdp=3")
-    assert run.told("Resharded")[1]["source"] == "live"
-    assert "w1" not in run.told("Resume")[1]["workers"]
+    assert run.lines_of("Resharded")[1]["source"] == "live"
+    assert "w1" not in run.lines_of("Resume")[1]["workers"]
 
 
-COURSES = (
+LAYOUT_SEQUENCES = (
     ("dp=4", "dp=2,fsdp=2", "fsdp=4", "dp=4"),
     ("dp=4", "dp=2,tp=2", "pp=2,dp=2", "dp=4"),
 )
 
 
 @pytest.mark.parametrize(
-    "course", [COURSES[0], pytest.param(COURSES[1], marks=pytest.mark.slow)], ids=" ".join
+    "course",
+    [LAYOUT_SEQUENCES[0], pytest.param(LAYOUT_SEQUENCES[1], marks=pytest.mark.slow)],
+    ids=" ".join,
 )
-def test_the_layout_changes_as_it_is_asked_for(
+def test_layout_requests_reshard_a_running_run(
     course: tuple[str, ...], tmp_path: Path, undisturbed: Outcome
 ) -> None:
-    """Replicas become parts and replicas again, live; a layout that cannot be is refused."""
+    """Live reshards from replicas to shards and back; the run refuses an infeasible layout."""
     requests = [*zip((16, 32, 48), course[1:], strict=True), (40, "fsdp=5"), (56, "dp=4")]
     due = tuple(
-        (step, LayoutRequested(f"at {step}", TargetLayout.parse(lay))) for step, lay in requests
+        (step, LayoutRequested(f"at {step}", TargetLayout.parse(text))) for step, text in requests
     )
-    run = run_plainly(tmp_path, recording(tmp_path), 4, layout=course[0], due=due)
-    assert_same_maths(run, undisturbed)
-    assert_nothing_redone(run)
+    run = run_in_processes(tmp_path, with_recorded_samples(tmp_path), 4, layout=course[0], due=due)
+    assert_same_training(run, undisturbed)
+    assert_no_step_repeated(run)
     assert_each_sample_once(run, SETTINGS.batch)
-    survivors_keep_their_processes(run, {"w0", "w1", "w2", "w3"})
-    assert len(run.told("WorkerReady")) == 4, "the processes are those that it began with"
-    layouts = [line["layout"] for line in run.told("Resume")]
-    assert [layout for layout, _ in groupby(layouts)] == list(course)
-    assert run.told("Resharded")[-1]["bytes_moved"] > 0, "replicas anew"
-    answers = {line["request"]: line for line in run.told("LayoutAnswered")}
+    assert_survivors_kept(run, {"w0", "w1", "w2", "w3"})
+    assert len(run.lines_of("WorkerReady")) == 4, "the same processes from start to end"
+    trained = [line["layout"] for line in run.lines_of("Resume")]
+    assert [layout for layout, _ in groupby(trained)] == list(course)
+    assert run.lines_of("Resharded")[-1]["bytes_moved"] > 0, "the shards become replicas again"
+    answers = {line["request"]: line for line in run.lines_of("LayoutAnswered")}
     assert "needs 5 workers" in answers["at 40"]["refusal"]
     assert answers["at 56"]["planned"] == answers["at 56"]["present"] == "dp=4"
 
 
-def test_without_replicas_the_newest_checkpoint_is_taken(
+def test_loss_of_a_shard_without_replicas_rolls_back_to_the_newest_checkpoint(
     tmp_path: Path, undisturbed: Outcome
 ) -> None:
-    settings = recording(tmp_path, checkpoint_every=8)
+    settings = with_recorded_samples(tmp_path, checkpoint_every=8)
     fault = Fault("kill", "w1", 30, "compute")
-    run = run_plainly(tmp_path, settings, 2, layout="fsdp=2", faults=(fault,))
-    assert_same_maths(run, undisturbed)
-    [rolled_back] = run.told("RolledBack")
-    assert rolled_back["step"] in (16, 24), "the newest durable one"
+    run = run_in_processes(tmp_path, settings, 2, layout="fsdp=2", faults=(fault,))
+    assert_same_training(run, undisturbed)
+    [rolled_back] = run.lines_of("RolledBack")
+    assert rolled_back["step"] in (16, 24), "the newest durable checkpoint"
     assert rolled_back["from_step"] == 29
     assert_each_sample_once(run, SETTINGS.batch)
-    survivors_keep_their_processes(run, {"w0"})
+    assert_survivors_kept(run, {"w0"})
 
 
-def test_a_bug_in_the_program_stops_the_run_and_names_the_worker(tmp_path: Path) -> None:
+def test_exception_in_the_program_stops_the_run_and_names_the_worker(tmp_path: Path) -> None:
     fault = Fault("raise", "w1", 20, "compute")
-    run = run_plainly(tmp_path, SETTINGS, 2, faults=(fault,))
+    run = run_in_processes(tmp_path, SETTINGS, 2, faults=(fault,))
     assert run.stopped.outcome == "failed"
     assert run.stopped.reason.startswith("w1: RuntimeError: injected fault: w1 raises at step 20")
     assert "Traceback" in run.stopped.traceback
-    assert run.told("Checkpointed")[-1]["step"] == 19
+    assert run.lines_of("Checkpointed")[-1]["step"] == 19
 
 
 @pytest.mark.parametrize(
@@ -325,35 +350,37 @@ def test_a_bug_in_the_program_stops_the_run_and_names_the_worker(tmp_path: Path)
         ("SystemExit:0", 2.0),
     ],
 )
-def test_whatever_the_model_raises_fails_the_run_which_is_saved(
+def test_exception_of_the_model_fails_the_run_after_a_checkpoint(
     tmp_path: Path, exception: str, slow_s: float
 ) -> None:
-    """Also where the other worker unwinds for longer than one that hangs is waited for."""
-    run = run_plainly(
+    """Also if the other worker unwinds for longer than `quiesce_deadline_s`."""
+    run = run_in_processes(
         tmp_path,
         SETTINGS,
         2,
         layout="dp=2",
-        program="raising:Program",
+        program="raising_program:Program",
         environment={RAISED: exception, SLOW_S: str(slow_s)},
         quiesce_deadline_s=0.3,
     )
     name = exception.partition(":")[0]
     assert run.stopped.outcome == "failed", run.story()
     assert run.stopped.reason.startswith(f"w1: {name}"), run.stopped.reason
-    assert "raising.py" in run.stopped.traceback and name in run.stopped.traceback
+    assert "raising_program.py" in run.stopped.traceback and name in run.stopped.traceback
     assert run.stopped.step == FATAL_STEP - 1
-    assert run.told("Checkpointed")[-1]["step"] == FATAL_STEP - 1
-    assert not run.told("WorkerLost"), "nobody was ended for it"
+    assert run.lines_of("Checkpointed")[-1]["step"] == FATAL_STEP - 1
+    assert not run.lines_of("WorkerLost"), "the run killed no worker"
 
 
-def test_the_same_run_name_goes_on(tmp_path: Path, undisturbed: Outcome) -> None:
-    """Stopped at step 30 under one layout, resumed under another."""
-    first = run_plainly(tmp_path, SETTINGS.model_copy(update={"steps": 30}), 2, layout="fsdp=2")
+def test_run_with_the_same_name_resumes(tmp_path: Path, undisturbed: Outcome) -> None:
+    """The run completes 30 steps under one layout, then continues under another."""
+    first = run_in_processes(
+        tmp_path, SETTINGS.model_copy(update={"steps": 30}), 2, layout="fsdp=2"
+    )
     assert first.stopped.step == 30
-    second = run_plainly(tmp_path, SETTINGS, 3, layout="dp=3")
-    assert_same_maths(second, undisturbed)
+    second = run_in_processes(tmp_path, SETTINGS, 3, layout="dp=3")
+    assert_same_training(second, undisturbed)
     assert [line["step"] for line in second.metrics] == list(range(1, NUM_STEPS + 1))
-    third = run_plainly(tmp_path, SETTINGS, 3)
+    third = run_in_processes(tmp_path, SETTINGS, 3)
     assert third.stopped.outcome == "completed"
     assert len(third.metrics) == NUM_STEPS

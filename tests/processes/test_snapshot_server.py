@@ -70,7 +70,7 @@ def children() -> Iterator[list[Child]]:
         child.end()
 
 
-def part(step: int) -> dict[str, torch.Tensor]:
+def random_shard(step: int) -> dict[str, torch.Tensor]:
     generator = torch.Generator().manual_seed(step)
     return {
         "large": torch.rand(5_000_000, generator=generator),
@@ -86,7 +86,7 @@ def snapshots_at(*snapshot_servers: SnapshotServer, node: str = "here") -> Snaps
     return snapshots
 
 
-def never() -> None:
+def interrupt_never() -> None:
     pass
 
 
@@ -97,7 +97,7 @@ def assert_has(snapshot_server: SnapshotServer, step: int, node: str) -> None:
         {snapshot_server.node: snapshot_server},
     )
     tensors = read_snapshot(carried, snapshot_servers, node, SPECS, ASSIGNMENT, step, SECRET)
-    for name, tensor in part(step).items():
+    for name, tensor in random_shard(step).items():
         assert torch.equal(tensors[name], tensor), name
 
 
@@ -105,14 +105,14 @@ def assert_has(snapshot_server: SnapshotServer, step: int, node: str) -> None:
 def test_large_part_is_copied_to_both_nodes_and_read_back(
     children: list[Child], reader: str
 ) -> None:
-    here, there = (child.snapshot_server for child in children)
-    snapshots = snapshots_at(here, there)
+    local_server, remote_server = (child.snapshot_server for child in children)
+    snapshots = snapshots_at(local_server, remote_server)
     for step in (1, 2, 3):
-        snapshots.take(step, ASSIGNMENT, part(step))
-        snapshots.await_whole(never)
+        snapshots.take(step, ASSIGNMENT, random_shard(step))
+        snapshots.await_whole(interrupt_never)
         assert snapshots.are_whole
         snapshots.note_vote(1, 1)
-    for snapshot_server in (here, there):
+    for snapshot_server in (local_server, remote_server):
         assert_has(snapshot_server, 3, reader)
         assert_has(snapshot_server, 2, reader)
     snapshots.end_generation()
@@ -120,41 +120,41 @@ def test_large_part_is_copied_to_both_nodes_and_read_back(
 
 def test_worker_without_local_server_sends_to_the_remote_one(children: list[Child]) -> None:
     snapshots = snapshots_at(children[1].snapshot_server)
-    snapshots.take(1, ASSIGNMENT, part(1))
-    snapshots.await_whole(never)
+    snapshots.take(1, ASSIGNMENT, random_shard(1))
+    snapshots.await_whole(interrupt_never)
     assert snapshots.are_whole
     assert_has(children[1].snapshot_server, 1, "there")
     snapshots.end_generation()
 
 
 def test_complete_snapshot_is_kept_while_later_ones_fail(children: list[Child]) -> None:
-    here, there = (child.snapshot_server for child in children)
-    snapshots = snapshots_at(here, there)
-    snapshots.take(1, ASSIGNMENT, part(1))
-    snapshots.await_whole(never)
+    local_server, remote_server = (child.snapshot_server for child in children)
+    snapshots = snapshots_at(local_server, remote_server)
+    snapshots.take(1, ASSIGNMENT, random_shard(1))
+    snapshots.await_whole(interrupt_never)
     snapshots.note_vote(1, 1)
     children[1].end()
     began = time.monotonic()
     for step in (2, 3, 4):
-        snapshots.take(step, ASSIGNMENT, part(step))
-        snapshots.await_whole(never)
+        snapshots.take(step, ASSIGNMENT, random_shard(step))
+        snapshots.await_whole(interrupt_never)
         assert not snapshots.are_whole
         snapshots.note_vote(0, 1)
     assert time.monotonic() - began < 15.0, "only the first step waits"
-    assert_has(here, 1, "here")
+    assert_has(local_server, 1, "here")
     snapshots.end_generation()
 
 
 def test_vote_waits_for_a_replacement_server(children: list[Child]) -> None:
-    here, there = (child.snapshot_server for child in children)
-    snapshots = snapshots_at(here, there)
+    local_server, remote_server = (child.snapshot_server for child in children)
+    snapshots = snapshots_at(local_server, remote_server)
     children[1].end()
-    snapshots.take(1, ASSIGNMENT, part(1))
-    order = StartSnapshots(3, ("w0",), ((here,),))
+    snapshots.take(1, ASSIGNMENT, random_shard(1))
+    order = StartSnapshots(3, ("w0",), ((local_server,),))
     threading.Timer(0.3, snapshots.protect, (order,)).start()
-    snapshots.await_whole(never)
+    snapshots.await_whole(interrupt_never)
     assert snapshots.are_whole
-    assert_has(here, 1, "here")
+    assert_has(local_server, 1, "here")
     snapshots.end_generation()
 
 
@@ -164,7 +164,7 @@ def test_frozen_server_blocks_neither_abort_nor_next_apply(children: list[Child]
     assert pid
     os.kill(pid, signal.SIGSTOP)
     snapshots = snapshots_at(children[0].snapshot_server, children[1].snapshot_server)
-    snapshots.take(1, ASSIGNMENT, part(1))
+    snapshots.take(1, ASSIGNMENT, random_shard(1))
 
     def abort() -> None:
         raise InterruptedError
@@ -194,7 +194,7 @@ def test_newer_of_two_writers_to_a_buffer_wins() -> None:
     with pytest.raises(OSError):
         for _ in range(100):
             stuck.sendall(body)
-    assert [slot.step for slot in server.told(3).slots] == [6]
+    assert [slot.step for slot in server.report(3).slots] == [6]
     stuck.close()
 
 
@@ -208,6 +208,6 @@ def test_snapshot_overwritten_while_sent_is_discarded() -> None:
         sender.sendall(b"x" * 100)
         sender.shutdown(socket.SHUT_WR)
         assert sender.recv(1) == b""
-    assert not server.told(3).slots
+    assert not server.report(3).slots
     server.forget(4)
-    assert server.told(4).memory_bytes == 0
+    assert server.report(4).memory_bytes == 0

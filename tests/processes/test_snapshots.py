@@ -1,4 +1,4 @@
-"""Plain sharding survives: what no living worker has comes out of snapshots, bit for bit."""
+"""Sharding without replicas: the regions that no surviving worker holds come from snapshots."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from harness import Outcome, run_plainly
+from harness import Outcome, run_in_processes
 
 from actors.local.process_fleet import ProcessFleet
 from actors.runtime.fault_spec import Fault
@@ -32,72 +32,74 @@ SETTINGS = tiny().model_copy(
 
 
 def two_nodes(worker: str) -> str:
-    """w0 and w1 on one, w2 and w3 on the other, and so on."""
+    """w0 and w1 on one node, w2 and w3 on the other, and so on."""
     return f"node-{int(worker[1:]) // 2 % 2}"
 
 
 def kill(*workers: str) -> Callable[[ProcessFleet], None]:
-    def strike(fleet: ProcessFleet) -> None:
+    def inject(fleet: ProcessFleet) -> None:
         pids = fleet.pids()
         for worker in workers:
             os.kill(pids[worker], signal.SIGKILL)
 
-    return strike
+    return inject
 
 
 def four_nodes(worker: str) -> str:
-    """One each, replacements too."""
+    """One worker on each node, also for replacements."""
     return f"node-{int(worker[1:]) % 4}"
 
 
 def kill_nodes(node_of: Callable[[str], str], *nodes: str) -> Callable[[ProcessFleet], None]:
-    """All workers that pass for such on them, and their keepers."""
+    """Kill all workers that `node_of` places on the nodes, and the snapshot servers there."""
 
-    def strike(fleet: ProcessFleet) -> None:
+    def inject(fleet: ProcessFleet) -> None:
         for worker, pid in fleet.pids().items():
             if node_of(worker) in nodes:
                 os.kill(pid, signal.SIGKILL)
         for node in nodes:
             os.kill(fleet.snapshot_server_pids()[node], signal.SIGKILL)
 
-    return strike
+    return inject
 
 
-def protections(folder: Path) -> list[dict[str, Any]]:
-    """Each `StartSnapshots` so far of a run that goes on."""
+def read_snapshot_commands(folder: Path) -> list[dict[str, Any]]:
+    """Read the `StartSnapshots` commands so far of a running run."""
     lines = (folder / "journal.jsonl").read_text().split("\n")[:-1]
     return [line for line in map(json.loads, lines) if line.get("command") == "StartSnapshots"]
 
 
-def set_sizes(folder: Path) -> list[int]:
-    """How many members the largest set has had in each."""
-    return [max(map(len, line["sets"]), default=0) for line in protections(folder)]
+def read_set_sizes(folder: Path) -> list[int]:
+    """The size of the largest snapshot set in each command."""
+    return [max(map(len, line["sets"]), default=0) for line in read_snapshot_commands(folder)]
 
 
-def once_saved(folder: Path, strike: Callable[[ProcessFleet], None]) -> Callable[..., None]:
-    """The same as soon as there is a checkpoint."""
+def after_checkpoint(folder: Path, inject: Callable[[ProcessFleet], None]) -> Callable[..., None]:
+    """Inject the fault as soon as a checkpoint exists."""
 
     def wait(fleet: ProcessFleet) -> None:
         while not list(folder.glob("checkpoints/*/manifest.json")):
             time.sleep(0.01)
-        strike(fleet)
+        inject(fleet)
 
     return lambda fleet: threading.Thread(target=wait, args=(fleet,), daemon=True).start()
 
 
 @pytest.fixture(scope="module")
 def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    return run_plainly(tmp_path_factory.mktemp("undisturbed"), SETTINGS, 1)
+    return run_in_processes(tmp_path_factory.mktemp("undisturbed"), SETTINGS, 1)
 
 
-def assert_nothing_is_lost(run: Outcome, undisturbed: Outcome, num_recoveries: int = 1) -> None:
-    """At most one step redone a recovery, none out of storage, the same losses."""
+def assert_recovered_from_snapshots(
+    run: Outcome, undisturbed: Outcome, num_recoveries: int = 1
+) -> None:
+    """Each recovery repeats at most one step, none reads storage, and the losses are the same."""
     assert run.stopped.outcome == "completed", run.stopped
     assert run.losses() == pytest.approx(undisturbed.losses(), rel=1e-9)
-    recoveries = [line["source"] for line in run.told("Resharded")][1:]
+    recoveries = [line["source"] for line in run.lines_of("Resharded")][1:]
     assert recoveries.count("snapshot") >= num_recoveries
     assert set(recoveries) <= {"snapshot", "live"}
-    for line in run.told("RolledBack"):
+    for line in run.lines_of("RolledBack"):
         assert line["from_step"] - line["step"] <= 1, line
 
 
@@ -109,19 +111,21 @@ def assert_nothing_is_lost(run: Outcome, undisturbed: Outcome, num_recoveries: i
         pytest.param("tp=2,fsdp=2", marks=pytest.mark.slow),
     ],
 )
-def test_a_worker_that_alone_had_its_part(
+def test_loss_of_the_only_holder_of_a_shard_recovers_from_snapshots(
     tmp_path: Path, undisturbed: Outcome, layout: str
 ) -> None:
-    run = run_plainly(tmp_path, SETTINGS, 4, layout=layout, snapshot_every=1, strikes=[kill("w2")])
-    assert_nothing_is_lost(run, undisturbed)
+    run = run_in_processes(
+        tmp_path, SETTINGS, 4, layout=layout, snapshot_every=1, fleet_faults=[kill("w2")]
+    )
+    assert_recovered_from_snapshots(run, undisturbed)
 
 
-def test_who_dies_amid_a_snapshot_goes_back_to_the_one_before(
+def test_death_during_a_snapshot_rolls_back_to_the_previous_snapshot(
     tmp_path: Path, undisturbed: Outcome
 ) -> None:
-    """Its own copy of step 20 was there, that on the other node was not."""
+    """Its own node has the snapshot of step 20, but the other node does not."""
     fault = Fault("kill", "w1", 20, "snapshot")
-    run = run_plainly(
+    run = run_in_processes(
         tmp_path,
         SETTINGS,
         4,
@@ -130,27 +134,29 @@ def test_who_dies_amid_a_snapshot_goes_back_to_the_one_before(
         node_of=two_nodes,
         faults=(fault,),
     )
-    assert_nothing_is_lost(run, undisturbed)
+    assert_recovered_from_snapshots(run, undisturbed)
 
 
 @pytest.mark.slow
-def test_a_whole_node(tmp_path: Path, undisturbed: Outcome) -> None:
-    run = run_plainly(
+def test_loss_of_a_node_recovers_from_snapshots(tmp_path: Path, undisturbed: Outcome) -> None:
+    run = run_in_processes(
         tmp_path,
         SETTINGS,
         4,
         layout="fsdp=4",
         snapshot_every=1,
         node_of=two_nodes,
-        strikes=[kill_nodes(two_nodes, "node-1")],
+        fleet_faults=[kill_nodes(two_nodes, "node-1")],
     )
-    assert_nothing_is_lost(run, undisturbed)
+    assert_recovered_from_snapshots(run, undisturbed)
 
 
 @pytest.mark.parametrize("layout", ["fsdp=4", pytest.param("pp=2,fsdp=2", marks=pytest.mark.slow)])
-def test_a_whole_node_out_of_parities(tmp_path: Path, undisturbed: Outcome, layout: str) -> None:
-    """Nobody has a copy of what that node had; with stages, parts differ in size."""
-    run = run_plainly(
+def test_loss_of_a_node_recovers_from_parity(
+    tmp_path: Path, undisturbed: Outcome, layout: str
+) -> None:
+    """No node has a copy of the lost node's snapshot; with stages, the shards differ in size."""
+    run = run_in_processes(
         tmp_path,
         SETTINGS,
         4,
@@ -158,31 +164,36 @@ def test_a_whole_node_out_of_parities(tmp_path: Path, undisturbed: Outcome, layo
         snapshot_every=1,
         snapshot_redundancy="xor:3",
         node_of=four_nodes,
-        strikes=[kill_nodes(four_nodes, "node-2")],
+        fleet_faults=[kill_nodes(four_nodes, "node-2")],
     )
-    assert_nothing_is_lost(run, undisturbed)
-    told = run.told("StartSnapshots")[0]
-    assert told["sets"] == [["w0", "w1", "w2", "w3"]]
-    assert [len(snapshot_servers) for snapshot_servers in told["snapshot_servers"]] == [1, 1, 1, 1]
+    assert_recovered_from_snapshots(run, undisturbed)
+    command = run.lines_of("StartSnapshots")[0]
+    assert command["sets"] == [["w0", "w1", "w2", "w3"]]
+    assert [len(snapshot_servers) for snapshot_servers in command["snapshot_servers"]] == [
+        1,
+        1,
+        1,
+        1,
+    ]
 
 
 @pytest.mark.slow
-def test_a_keeper_and_later_a_node(tmp_path: Path) -> None:
-    """Without a keeper there are smaller sets; with it again, full ones, which a node's loss then
-    needs."""
+def test_loss_of_a_snapshot_server_and_later_of_a_node_recovers_from_parity(tmp_path: Path) -> None:
+    """While a snapshot server is down, the sets are smaller. When it is back they are full, and the
+    run needs them after it loses a node."""
     settings = SETTINGS.model_copy(update={"steps": 150})
 
-    def strike(fleet: ProcessFleet) -> None:
-        before = fleet.snapshot_server_pids()
-        os.kill(before["node-1"], signal.SIGKILL)
-        while fleet.snapshot_server_pids().get("node-1", before["node-1"]) == before["node-1"]:
+    def inject(fleet: ProcessFleet) -> None:
+        old_pids = fleet.snapshot_server_pids()
+        os.kill(old_pids["node-1"], signal.SIGKILL)
+        while fleet.snapshot_server_pids().get("node-1", old_pids["node-1"]) == old_pids["node-1"]:
             time.sleep(0.01)
-        while set_sizes(tmp_path)[:3] != [4, 3, 4]:
+        while read_set_sizes(tmp_path)[:3] != [4, 3, 4]:
             time.sleep(0.01)
         time.sleep(0.3)
         kill_nodes(four_nodes, "node-2")(fleet)
 
-    run = run_plainly(
+    run = run_in_processes(
         tmp_path,
         settings,
         4,
@@ -190,46 +201,55 @@ def test_a_keeper_and_later_a_node(tmp_path: Path) -> None:
         snapshot_every=1,
         snapshot_redundancy="xor:3",
         node_of=four_nodes,
-        strikes=[lambda fleet: threading.Thread(target=strike, args=(fleet,), daemon=True).start()],
+        fleet_faults=[
+            lambda fleet: threading.Thread(target=inject, args=(fleet,), daemon=True).start()
+        ],
     )
-    lost_at = run.told("Resharded")[1]["step"]
+    lost_at = run.lines_of("Resharded")[1]["step"]
     assert lost_at < 150, "the run was over before the node was lost"
-    assert_nothing_is_lost(run, run_plainly(tmp_path / "whole", settings, 1))
+    assert_recovered_from_snapshots(run, run_in_processes(tmp_path / "whole", settings, 1))
 
 
 @pytest.mark.slow
-def test_a_keeper_that_stands_still_is_replaced(tmp_path: Path) -> None:
-    """Its place is taken by one that then saves the run; it can do no harm when it comes back."""
+def test_frozen_snapshot_server_is_replaced(tmp_path: Path) -> None:
+    """A new snapshot server takes its place, from which the run then recovers. The old server does
+    no harm when it continues."""
     settings = SETTINGS.model_copy(update={"steps": 150})
 
-    def strike(fleet: ProcessFleet) -> None:
-        [(node, stopped)] = fleet.snapshot_server_pids().items()
-        os.kill(stopped, signal.SIGSTOP)
-        while fleet.snapshot_server_pids().get(node, stopped) == stopped:
+    def inject(fleet: ProcessFleet) -> None:
+        [(node, stopped_pid)] = fleet.snapshot_server_pids().items()
+        os.kill(stopped_pid, signal.SIGSTOP)
+        while fleet.snapshot_server_pids().get(node, stopped_pid) == stopped_pid:
             time.sleep(0.01)
         replaced_at = time.time()
-        while not (told := protections(tmp_path)) or told[-1]["time"] < replaced_at:
+        while (
+            not (commands := read_snapshot_commands(tmp_path)) or commands[-1]["time"] < replaced_at
+        ):
             time.sleep(0.01)
         time.sleep(0.3)
         kill("w2")(fleet)
 
-    run = run_plainly(
+    run = run_in_processes(
         tmp_path,
         settings,
         4,
         layout="fsdp=4",
         snapshot_every=1,
-        strikes=[lambda fleet: threading.Thread(target=strike, args=(fleet,), daemon=True).start()],
+        fleet_faults=[
+            lambda fleet: threading.Thread(target=inject, args=(fleet,), daemon=True).start()
+        ],
     )
-    assert run.told("StopSnapshotServer")[0]["cause"] == "no answer to a probe in 5 s"
-    assert run.told("Resharded")[1]["step"] < 150, "the run was over before the worker was lost"
-    assert_nothing_is_lost(run, run_plainly(tmp_path / "whole", settings, 1))
+    assert run.lines_of("StopSnapshotServer")[0]["cause"] == "no answer to a probe in 5 s"
+    assert run.lines_of("Resharded")[1]["step"] < 150, "the run was over before the worker was lost"
+    assert_recovered_from_snapshots(run, run_in_processes(tmp_path / "whole", settings, 1))
 
 
 @pytest.mark.slow
-def test_two_nodes_of_a_set_are_too_many(tmp_path: Path, undisturbed: Outcome) -> None:
-    """It is told, and the run goes on from its checkpoint."""
-    run = run_plainly(
+def test_loss_of_two_nodes_of_a_set_rolls_back_to_the_checkpoint(
+    tmp_path: Path, undisturbed: Outcome
+) -> None:
+    """The run continues from its checkpoint."""
+    run = run_in_processes(
         tmp_path,
         SETTINGS.model_copy(update={"checkpoint_every": 5}),
         4,
@@ -237,32 +257,38 @@ def test_two_nodes_of_a_set_are_too_many(tmp_path: Path, undisturbed: Outcome) -
         snapshot_every=1,
         snapshot_redundancy="xor:3",
         node_of=four_nodes,
-        strikes=[once_saved(tmp_path, kill_nodes(four_nodes, "node-2", "node-3"))],
+        fleet_faults=[after_checkpoint(tmp_path, kill_nodes(four_nodes, "node-2", "node-3"))],
     )
     assert run.stopped.outcome == "completed", run.stopped
     assert run.losses() == pytest.approx(undisturbed.losses(), rel=1e-9)
-    resharded = run.told("Resharded")[1]
+    resharded = run.lines_of("Resharded")[1]
     assert (resharded["source"], resharded["step"] % 5) == ("checkpoint", 0)
 
 
 @pytest.mark.slow
-def test_all_workers_of_the_only_node(tmp_path: Path, undisturbed: Outcome) -> None:
-    """The keeper alone is left, and new workers begin from what it has."""
-    everyone = kill("w0", "w1", "w2", "w3")
-    run = run_plainly(tmp_path, SETTINGS, 4, layout="fsdp=4", snapshot_every=1, strikes=[everyone])
-    assert_nothing_is_lost(run, undisturbed)
+def test_loss_of_all_workers_of_the_only_node_recovers_from_snapshots(
+    tmp_path: Path, undisturbed: Outcome
+) -> None:
+    """Only the snapshot server is left, and new workers recover from its snapshots."""
+    all_workers = kill("w0", "w1", "w2", "w3")
+    run = run_in_processes(
+        tmp_path, SETTINGS, 4, layout="fsdp=4", snapshot_every=1, fleet_faults=[all_workers]
+    )
+    assert_recovered_from_snapshots(run, undisturbed)
 
 
 @pytest.mark.slow
-def test_one_loss_after_another(tmp_path: Path, undisturbed: Outcome) -> None:
-    """Each is waited for: with fewer workers the run might be over before the last."""
-    run = run_plainly(
+def test_three_consecutive_losses_recover_from_snapshots(
+    tmp_path: Path, undisturbed: Outcome
+) -> None:
+    """Four workers are the minimum: with fewer, the run might end before the last loss."""
+    run = run_in_processes(
         tmp_path,
         SETTINGS,
         4,
         min_workers=4,
         layout="fsdp=4",
         snapshot_every=1,
-        strikes=[kill("w1"), kill("w2"), kill("w3")],
+        fleet_faults=[kill("w1"), kill("w2"), kill("w3")],
     )
-    assert_nothing_is_lost(run, undisturbed, num_recoveries=3)
+    assert_recovered_from_snapshots(run, undisturbed, num_recoveries=3)

@@ -1,4 +1,4 @@
-"""Survivors whom Gloo does not wake: left behind as threads, kept as workers."""
+"""Survivors that Gloo does not wake: the training thread is abandoned, the worker stays."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from half_sent import DOOMED, FATAL_STEP
-from harness import run_plainly
-from run_checks import assert_nothing_redone, survivors_keep_their_processes
+from death_while_sending import DOOMED, FATAL_STEP
+from harness import run_in_processes
+from run_checks import assert_no_step_repeated, assert_survivors_kept
 from torch.distributed import HashStore, ProcessGroup
 
 from actors.distributed.stall import STALL_S, StallDetector, wait_for
@@ -28,72 +28,72 @@ SETTINGS = tiny().model_copy(
 
 
 @pytest.mark.parametrize("layout", [pytest.param("dp=4", marks=pytest.mark.slow), "dp=2,fsdp=2"])
-def test_a_death_amid_large_messages_costs_no_other_worker(tmp_path: Path, layout: str) -> None:
-    undisturbed = run_plainly(tmp_path / "undisturbed", SETTINGS, 1)
-    run = run_plainly(
-        tmp_path / "run", SETTINGS, 4, layout=layout, program="half_sent:HalfSentProgram"
+def test_death_during_large_messages_loses_no_other_worker(tmp_path: Path, layout: str) -> None:
+    undisturbed = run_in_processes(tmp_path / "undisturbed", SETTINGS, 1)
+    run = run_in_processes(
+        tmp_path / "run", SETTINGS, 4, layout=layout, program="death_while_sending:HalfSentProgram"
     )
     assert run.stopped.outcome == "completed", run.stopped
-    assert [line["worker"] for line in run.told("WorkerLost")] == [DOOMED], run.story()
-    survivors_keep_their_processes(run, {"w0", "w1", "w2"})
-    assert_nothing_redone(run)
+    assert [line["worker"] for line in run.lines_of("WorkerLost")] == [DOOMED], run.story()
+    assert_survivors_kept(run, {"w0", "w1", "w2"})
+    assert_no_step_repeated(run)
     assert run.losses() == pytest.approx(undisturbed.losses(), rel=1e-9)
     assert FATAL_STEP in run.losses()
 
 
-def in_threads(*calls: Callable[[], object]) -> list[threading.Thread]:
+def start_threads(*calls: Callable[[], object]) -> list[threading.Thread]:
     threads = [threading.Thread(target=call) for call in calls]
     for thread in threads:
         thread.start()
     return threads
 
 
-def two_ranks() -> list[ProcessGroup]:
+def form_two_ranks() -> list[ProcessGroup]:
     store, groups = HashStore(), {}
 
     def form(rank: int) -> None:
         groups[rank] = bare_group("cpu", store, rank, 2, timedelta(seconds=60))
 
-    for thread in in_threads(lambda: form(0), lambda: form(1)):
+    for thread in start_threads(lambda: form(0), lambda: form(1)):
         thread.join()
     return [groups[0], groups[1]]
 
 
-def test_only_who_waits_for_others_stands_still() -> None:
-    """One thread receives what nobody has sent yet, one computes, and one hangs."""
-    first, second = two_ranks()
-    message, over = torch.zeros(1), threading.Event()
+def test_only_a_thread_that_waits_for_peers_is_stalled() -> None:
+    """One thread receives a message that is not sent yet, one computes, and one hangs."""
+    first, second = form_two_ranks()
+    message, end = torch.zeros(1), threading.Event()
 
     def compute() -> None:
-        while not over.is_set():
+        while not end.is_set():
             torch.ones(64, 64).mm(torch.ones(64, 64))
 
-    threads = in_threads(lambda: wait_for(first.recv([message], 1, 0)), compute, over.wait)
-    watched = [StallDetector(thread) for thread in threads]
-    begun = time.monotonic()
-    while time.monotonic() - begun < 5 * STALL_S:
-        lasting = [standstill.lasts() for standstill in watched]
+    threads = start_threads(lambda: wait_for(first.recv([message], 1, 0)), compute, end.wait)
+    detectors = [StallDetector(thread) for thread in threads]
+    start = time.monotonic()
+    while time.monotonic() - start < 5 * STALL_S:
+        is_stalled = [detector.lasts() for detector in detectors]
         time.sleep(0.02)
-    over.set()
+    end.set()
     wait_for(second.send([torch.ones(1)], 0, 0))
     for thread in threads:
         thread.join()
-    assert lasting == [True, False, False]
-    assert not any(standstill.lasts() for standstill in watched)
+    assert is_stalled == [True, False, False]
+    assert not any(detector.lasts() for detector in detectors)
 
 
-def test_a_thread_left_behind_comes_out_of_it_only_by_an_interruption() -> None:
+def test_abandoned_thread_ends_only_by_an_interruption() -> None:
     interruption = Interruption()
-    entered, go, ends = threading.Event(), threading.Event(), []
+    entered, may_continue, outcomes = threading.Event(), threading.Event(), []
 
     def train() -> None:
         try:
             with interruption.leavable():
                 entered.set()
-                go.wait()
-            ends.append("went on")
+                may_continue.wait()
+            outcomes.append("went on")
         except Interrupted:
-            ends.append("stopped")
+            outcomes.append("stopped")
         with pytest.raises(Interrupted):
             interruption.check()
 
@@ -103,12 +103,12 @@ def test_a_thread_left_behind_comes_out_of_it_only_by_an_interruption() -> None:
     ident = thread.ident or 0
     assert interruption.leave(ident)
     assert not interruption.leave(ident)
-    go.set()
+    may_continue.set()
     thread.join()
-    assert ends == ["stopped"]
+    assert outcomes == ["stopped"]
 
 
-def test_nobody_is_left_where_he_changes_what_others_read() -> None:
+def test_thread_outside_a_leavable_section_is_not_abandoned() -> None:
     interruption = Interruption()
     assert not interruption.leave(threading.get_ident())
     with interruption.leavable():

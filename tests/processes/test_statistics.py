@@ -12,9 +12,9 @@ import plain_loop
 import pytest
 import torch
 from expected import expected
-from harness import run_plainly
-from ranks import formed, open_file_store
-from test_replica import CountCollectives, local_tensors, never, program_of
+from harness import run_in_processes
+from ranks import formed_groups, open_file_store
+from test_replica import CountCollectives, interrupt_never, local_tensors, program_of
 from torch.multiprocessing import start_processes
 
 from actors.runtime.fault_spec import Fault
@@ -36,32 +36,36 @@ SETTINGS = tiny().model_copy(
 )
 NUM_PROCESSES = 4
 LAYOUTS = ("dp=3", "fsdp=2", "tp=2", "cp=2", "pp=2", "pp=2,fsdp=2", "fsdp=3,zero=1")
-"""Five microbatches leave some ranks with one that only pads."""
+"""With five microbatches, some ranks get one that is only padding."""
 
 
-def plainly() -> dict[str, dict[str, float]]:
-    """The same numbers of step 1 by PyTorch's own means."""
+def expected_statistics() -> dict[str, dict[str, float]]:
+    """Compute the statistics of step 1 with plain PyTorch."""
     program = program_of(SETTINGS)
-    before = dict(local_tensors(program, _alone()))
-    weights = {s.name: before[s.name].clone() for s in program.specs() if s.kind == "parameter"}
+    initial_weights = dict(local_tensors(program, one_rank()))
+    weights = {
+        s.name: initial_weights[s.name].clone() for s in program.specs() if s.kind == "parameter"
+    }
     data, seed = program.workload.train, SETTINGS.seed
-    batch = data.read([sample_of(seed, one, data.num_samples) for one in range(SETTINGS.batch)])
+    batch = data.read(
+        [sample_of(seed, sample_id, data.num_samples) for sample_id in range(SETTINGS.batch)]
+    )
     model = SETTINGS.model
     plain = plain_loop.Plain(
         model.num_layers, model.num_heads, model.rope_theta, model.norm_eps, (), (), 0.0, 1.0
     )
     for weight in weights.values():
         weight.requires_grad_()
-    predicted, _ = plain_loop.logits(plain, weights, batch.tokens)
-    torch.nn.functional.cross_entropy(predicted.flatten(0, 1), batch.targets.flatten()).backward()
-    _, after = expected(SETTINGS, 1)
-    told: dict[str, dict[str, float]] = {}
+    logits, _ = plain_loop.logits(plain, weights, batch.tokens)
+    torch.nn.functional.cross_entropy(logits.flatten(0, 1), batch.targets.flatten()).backward()
+    _, final_weights = expected(SETTINGS, 1)
+    statistics: dict[str, dict[str, float]] = {}
     for group in ("layers.0", "layers.1", "embedding", "norm", "head"):
         names = [name for name in weights if name.startswith(f"{group}.")]
-        param = _norm(after[name].detach() for name in names)
-        update = _norm(after[name].detach() - before[name] for name in names)
-        told[group] = {
-            "grad_norm": _norm(weights[name].grad for name in names),
+        param = norm_of(final_weights[name].detach() for name in names)
+        update = norm_of(final_weights[name].detach() - initial_weights[name] for name in names)
+        statistics[group] = {
+            "grad_norm": norm_of(weights[name].grad for name in names),
             "param_norm": param,
             "update_norm": update,
             "update_ratio": update / param,
@@ -73,56 +77,58 @@ def plainly() -> dict[str, dict[str, float]]:
         x = x + plain_loop.attention(plain, layer, y)
         y = plain_loop.norm(plain, x, layer["feed_forward_norm.weight"])
         x = x + plain_loop.swiglu(y, *(layer[f"feed_forward.w{n}.weight"] for n in (1, 2, 3)))
-        told[f"layers.{i}"] |= {
+        statistics[f"layers.{i}"] |= {
             "activation_mean": x.mean().item(),
             "activation_rms": x.square().mean().sqrt().item(),
             "activation_zeros": 0.0,
             "activation_nonfinite": 0.0,
         }
-    return told
+    return statistics
 
 
-def _norm(tensors) -> float:
+def norm_of(tensors) -> float:
     return math.sqrt(sum(float(tensor.square().sum()) for tensor in tensors))
 
 
-def _alone():
-    """Enough of groups to say what the only rank holds."""
+def one_rank():
+    """The attributes of `Groups` that determine what the only rank holds."""
 
-    class Place:
+    class OneRank:
         world_rank = 0
 
         class assignment:
             layout = Layout()
 
-    return Place
+    return OneRank
 
 
 def first_step(groups: Groups) -> tuple[dict[str, dict[str, float]], int]:
-    """What a rank tells of step 1, and how many collectives its apply had."""
+    """Return the statistics of step 1, and the number of collectives in apply."""
     program = program_of(SETTINGS)
     replica = program.build(groups)
     replica.adopt(local_tensors(program, groups))
-    sums = replica.compute(1, never)
+    sums = replica.compute(1, interrupt_never)
     torch.distributed.all_reduce(sums)
     loss_sum, num_tokens, sq_grad_norm = sums.tolist()
     with CountCollectives() as in_apply:
         replica.apply(1, Vote(1, loss_sum, int(num_tokens), sq_grad_norm, 1))
-    told = replica.statistics()
-    assert replica.statistics() is None, "a step is told of once"
-    return told, in_apply.num_collectives
+    statistics = replica.statistics()
+    assert replica.statistics() is None, "a step is reported once"
+    return statistics, in_apply.num_collectives
 
 
-def assert_equal(told: dict[str, dict[str, float]], wanted: dict[str, dict[str, float]]) -> None:
-    assert set(told) == set(wanted)
-    for group, numbers in wanted.items():
-        assert told[group] == pytest.approx(numbers, rel=1e-7, abs=1e-15), group
+def assert_equal(
+    actual: dict[str, dict[str, float]], expected_values: dict[str, dict[str, float]]
+) -> None:
+    assert set(actual) == set(expected_values)
+    for group, numbers in expected_values.items():
+        assert actual[group] == pytest.approx(numbers, rel=1e-7, abs=1e-15), group
 
 
-def test_one_rank_tells_what_the_plain_loop_has() -> None:
+def test_statistics_of_one_rank_equal_the_plain_loop() -> None:
     with group_of_one(torch.device("cpu")) as groups:
-        told, num_collectives = first_step(groups)
-    assert_equal(told, plainly())
+        statistics, num_collectives = first_step(groups)
+    assert_equal(statistics, expected_statistics())
     assert num_collectives == 0
 
 
@@ -132,29 +138,29 @@ def run_rank(world_rank: int, folder: Path) -> None:
     for name in LAYOUTS:
         layout = Layout.parse(name)
         if world_rank < layout.num_workers:
-            with formed(layout, store, name, world_rank) as groups:
-                told = first_step(groups)
-            (folder / f"{name}-{world_rank}.json").write_text(json.dumps(told))
+            with formed_groups(layout, store, name, world_rank) as groups:
+                result = first_step(groups)
+            (folder / f"{name}-{world_rank}.json").write_text(json.dumps(result))
 
 
 @pytest.mark.slow
-def test_every_layout_tells_the_same(tmp_path: Path) -> None:
+def test_statistics_are_equal_under_every_layout(tmp_path: Path) -> None:
     set_forkserver_preload(["pipelines.run.program"])
     start_processes(run_rank, (tmp_path,), NUM_PROCESSES, start_method="forkserver")
-    wanted = plainly()
+    expected_values = expected_statistics()
     for name in LAYOUTS:
         for rank in range(Layout.parse(name).num_workers):
-            told, num_collectives = json.loads((tmp_path / f"{name}-{rank}.json").read_text())
-            assert_equal(told, wanted)
+            statistics, num_collectives = json.loads((tmp_path / f"{name}-{rank}.json").read_text())
+            assert_equal(statistics, expected_values)
             assert num_collectives == 0
 
 
 @pytest.mark.slow
-def test_a_killed_run_tells_of_each_step_that_is_due_and_keeps_its_traces(tmp_path: Path) -> None:
-    """The kill is amid the steps that are traced; who survives it keeps what it has."""
+def test_killed_run_reports_each_due_step_and_keeps_its_traces(tmp_path: Path) -> None:
+    """The kill is within the traced steps; the survivor keeps its trace."""
     settings = SETTINGS.model_copy(update={"steps": 14, "batch": 6, "statistics_every": 4})
     faults = (Fault("kill", "w0", 6, "compute"),)
-    run = run_plainly(tmp_path, settings, 2, faults=faults, profiled=(4, 9))
+    run = run_in_processes(tmp_path, settings, 2, faults=faults, profiled=(4, 9))
     assert run.stopped.outcome == "completed"
     lines = [json.loads(line) for line in (tmp_path / "statistics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [4, 8, 12]
@@ -163,8 +169,10 @@ def test_a_killed_run_tells_of_each_step_that_is_due_and_keeps_its_traces(tmp_pa
         squares = sum(group["grad_norm"] ** 2 for group in line["groups"].values())
         assert math.sqrt(squares) == pytest.approx(norms[line["step"]], rel=1e-9)
     traces = {file.name: file for file in (tmp_path / "profiles").iterdir()}
-    assert "w1-g1-steps-4-9.json.gz" in traces, "who lives traces on"
-    assert not any(name.startswith("w0-g1") for name in traces), "it died with its trace"
+    assert "w1-g1-steps-4-9.json.gz" in traces, "the survivor continues its trace"
+    assert not any(name.startswith("w0-g1") for name in traces), (
+        "the trace of a killed worker is lost"
+    )
     events = json.loads(gzip.decompress(traces["w1-g1-steps-4-9.json.gz"].read_bytes()))
     marks = [event["name"] for event in events["traceEvents"] if event["name"].startswith("step ")]
     assert set(marks) == {f"step {number}" for number in range(4, 10)}

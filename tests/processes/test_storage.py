@@ -10,7 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import pytest
-from s3 import Door, s3_with_keys
+from s3 import S3Proxy, start_s3_with_credentials
 
 from actors.storage.errors import LeaseLost, RunTaken
 from actors.storage.lease import Lease, claim, owner_of
@@ -20,16 +20,16 @@ from actors.storage.storage import Storage, is_remote, open_storage
 
 
 @pytest.fixture(scope="module")
-def door() -> Iterator[Door]:
-    with s3_with_keys() as opened:
-        yield opened
+def s3_proxy() -> Iterator[S3Proxy]:
+    with start_s3_with_credentials() as proxy:
+        yield proxy
 
 
 @pytest.fixture(params=["disk", "s3"])
-def storage(request: pytest.FixtureRequest, tmp_path: Path, door: Door) -> Storage:
+def storage(request: pytest.FixtureRequest, tmp_path: Path, s3_proxy: S3Proxy) -> Storage:
     if request.param == "disk":
         return open_storage(str(tmp_path))
-    return open_storage(door.url).at(tmp_path.name)
+    return open_storage(s3_proxy.url).at(tmp_path.name)
 
 
 def test_files_are_complete_and_listed(storage: Storage) -> None:
@@ -83,28 +83,28 @@ def test_log_of_two_writers_reads_back_as_one(storage: Storage) -> None:
         for number in range(first, first + 1000):
             lines.write({"number": number, "filler": "x" * 1000})
             if number == 700:
-                until(log.exists)
+                wait_until(log.exists)
         lines.make_durable()
         lines.close()
         assert not lines.trouble
     assert log.exists()
     assert [line["number"] for line in log.lines()] == list(range(2000))
-    whole = b"".join(log.blocks())
-    later = whole.index(b"\n", 1234) + 1
-    assert b"".join(log.blocks(later)) == whole[later:]
+    content = b"".join(log.blocks())
+    offset = content.index(b"\n", 1234) + 1
+    assert b"".join(log.blocks(offset)) == content[offset:]
     if is_remote(storage.url):
-        assert len(log.segments()) == 2 and len(whole) > 2e6
+        assert len(log.segments()) == 2 and len(content) > 2e6
 
 
-def test_lines_wait_until_storage_accepts_them(door: Door, tmp_path: Path) -> None:
-    log = LineLog(open_storage(door.url).at(tmp_path.name), "log.jsonl")
+def test_lines_wait_until_storage_accepts_them(s3_proxy: S3Proxy, tmp_path: Path) -> None:
+    log = LineLog(open_storage(s3_proxy.url).at(tmp_path.name), "log.jsonl")
     lines = open_lines(log)
     lines.write({"number": 1})
-    until(log.exists)
-    door.shut()
+    wait_until(log.exists)
+    s3_proxy.close()
     lines.write({"number": 2})
-    until(lambda: bool(lines.trouble))
-    door.open()
+    wait_until(lambda: bool(lines.trouble))
+    s3_proxy.open()
     lines.write({"number": 3})
     lines.close()
     assert not lines.trouble
@@ -112,38 +112,38 @@ def test_lines_wait_until_storage_accepts_them(door: Door, tmp_path: Path) -> No
 
 
 def test_process_that_returns_after_losing_its_lease_changes_nothing(
-    door: Door, tmp_path: Path
+    s3_proxy: S3Proxy, tmp_path: Path
 ) -> None:
     """A is cut off with lines that it has not uploaded, B takes over and writes, A returns."""
-    other_door = Door(door.target)
-    other_door.open()
-    there, there_for_a = (
-        open_storage(d.url).at(tmp_path.name).at("run") for d in (door, other_door)
+    second_s3_proxy = S3Proxy(s3_proxy.target_port)
+    second_s3_proxy.open()
+    storage, storage_of_a = (
+        open_storage(proxy.url).at(tmp_path.name).at("run") for proxy in (s3_proxy, second_s3_proxy)
     )
-    log, log_of_a = LineLog(there, "journal.jsonl"), LineLog(there_for_a, "journal.jsonl")
-    first = claim(there_for_a, actor="a")
-    first.keep()
-    of_a = open_lines(log_of_a, first.epoch, first.look)
-    of_a.write({"number": 0})
-    until(lambda: list(log.lines()) == [{"number": 0}])
-    other_door.shut()
+    log, log_of_a = LineLog(storage, "journal.jsonl"), LineLog(storage_of_a, "journal.jsonl")
+    lease_of_a = claim(storage_of_a, actor="a")
+    lease_of_a.keep()
+    writer_a = open_lines(log_of_a, lease_of_a.epoch, lease_of_a.look)
+    writer_a.write({"number": 0})
+    wait_until(lambda: list(log.lines()) == [{"number": 0}])
+    second_s3_proxy.close()
     for number in range(1, 100):
-        of_a.write({"number": number, "filler": "x" * 1000})
-    until(lambda: bool(of_a.trouble))
-    elsewhere = {**json.loads(there.read(*there.files("lease"))), "host": "elsewhere"}
-    there.write(*there.files("lease"), json.dumps(elsewhere).encode())
-    second = when_stale(there)
-    of_b = open_lines(log, second.epoch, second.look)
+        writer_a.write({"number": number, "filler": "x" * 1000})
+    wait_until(lambda: bool(writer_a.trouble))
+    lease_of_other_host = {**json.loads(storage.read(*storage.files("lease"))), "host": "elsewhere"}
+    storage.write(*storage.files("lease"), json.dumps(lease_of_other_host).encode())
+    lease_of_b = claim_when_stale(storage)
+    writer_b = open_lines(log, lease_of_b.epoch, lease_of_b.look)
     for number in range(100, 111):
-        of_b.write({"number": number})
-    assert of_b.close() == ""
-    other_door.open()
-    assert of_a.close() == ""  # its lines are dropped, not lost
-    first.release()
+        writer_b.write({"number": number})
+    assert writer_b.close() == ""
+    second_s3_proxy.open()
+    assert writer_a.close() == ""  # its lines are dropped, not lost
+    lease_of_a.release()
     assert [line["number"] for line in log.lines()] == [0, *range(100, 111)]
-    second.release()
-    assert owner_of(there) is None
-    other_door.shut()
+    lease_of_b.release()
+    assert owner_of(storage) is None
+    second_s3_proxy.close()
 
 
 def test_at_most_one_of_many_claimants_gets_the_run(storage: Storage) -> None:
@@ -176,17 +176,17 @@ def test_released_or_stale_lease_is_taken_over(storage: Storage) -> None:
     with pytest.raises(LeaseLost):
         first.look()
     [name] = storage.files("lease")
-    elsewhere = {**json.loads(storage.read(name)), "host": "elsewhere"}
-    storage.write(name, json.dumps(elsewhere).encode())
+    lease_of_other_host = {**json.loads(storage.read(name)), "host": "elsewhere"}
+    storage.write(name, json.dumps(lease_of_other_host).encode())
     with pytest.raises(RunTaken, match="on elsewhere drives this run"):
         claim(storage)
-    third = when_stale(storage)
+    third = claim_when_stale(storage)
     assert third.epoch == second.epoch + 1
     second.release()  # the lease is lost, so nothing is written
     assert len(storage.files("lease")) == 1 and owner_of(storage) is not None
 
 
-def when_stale(storage: Storage) -> Lease:
+def claim_when_stale(storage: Storage) -> Lease:
     deadline = time.monotonic() + 30.0
     while True:
         try:
@@ -196,7 +196,7 @@ def when_stale(storage: Storage) -> Lease:
             time.sleep(0.2)
 
 
-def until(condition: Callable[[], bool]) -> None:
+def wait_until(condition: Callable[[], bool]) -> None:
     deadline = time.monotonic() + 30.0
     while not condition():
         assert time.monotonic() < deadline
@@ -204,7 +204,7 @@ def until(condition: Callable[[], bool]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("url", "complaint"),
+    ("url", "message"),
     [
         ("s3://key:secret@bucket/x", "environment"),
         ("s3://", "bucket"),
@@ -212,6 +212,6 @@ def until(condition: Callable[[], bool]) -> None:
         ("ftp://host/x", "ftp"),
     ],
 )
-def test_invalid_urls_are_rejected(url: str, complaint: str) -> None:
-    with pytest.raises(ValueError, match=complaint):
+def test_invalid_urls_are_rejected(url: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         open_storage(url)

@@ -1,4 +1,4 @@
-"""Storage outages that outlast the training: nothing is lost."""
+"""Storage outages that last longer than the training: the run loses nothing."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from harness import Outcome, run_plainly
-from s3 import Door
+from harness import Outcome, run_in_processes
+from s3 import S3Proxy
 
 from actors.controller.shell import Shell
 from actors.storage.checkpoint_files import find_checkpoints
@@ -52,11 +52,11 @@ class Outage:
         self._shell: Shell | None = None
         self._over = threading.Event()
 
-    def of(self, shell: Shell) -> None:
+    def watch(self, shell: Shell) -> None:
         self._shell = shell
-        threading.Thread(target=self._watch, daemon=True).start()
+        threading.Thread(target=self._poll, daemon=True).start()
 
-    def hear(self, event: Event) -> None:
+    def on_event(self, event: Event) -> None:
         if isinstance(event, StepCommitted) and event.record.step == 30:
             self._begin()
         if isinstance(event, StepCommitted) and event.record.step == SETTINGS.steps:
@@ -65,8 +65,8 @@ class Outage:
     def close(self) -> None:
         self._over.set()
 
-    def _watch(self) -> None:
-        """Poll the trouble, as the display does."""
+    def _poll(self) -> None:
+        """Poll `Shell.trouble`, as the display does."""
         assert self._shell is not None
         while not self._over.wait(0.2):
             trouble = self._shell.trouble
@@ -77,8 +77,8 @@ class Outage:
 def train(folder: Path | str, outage: Outage) -> Outcome:
     began = time.monotonic()
     try:
-        outcome = run_plainly(
-            folder, SETTINGS, 2, hear=outage.hear, with_shell=outage.of, timeout_s=240.0
+        outcome = run_in_processes(
+            folder, SETTINGS, 2, on_event=outage.on_event, on_shell=outage.watch, timeout_s=240.0
         )
     finally:
         outage.close()
@@ -90,9 +90,13 @@ def is_complete(outcome: Outcome) -> bool:
     stopped = outcome.stopped
     assert (stopped.outcome, stopped.step) == ("completed", 100), outcome.story()
     assert [line["step"] for line in outcome.metrics] == list(range(1, 101))
-    assert outcome.told("Stopped")
-    found = find_checkpoints(outcome.run)
-    return found.whole[-1].step == 100 and not found.complaints and not found.unfinished
+    assert outcome.lines_of("Stopped")
+    checkpoints = find_checkpoints(outcome.run)
+    return (
+        checkpoints.whole[-1].step == 100
+        and not checkpoints.complaints
+        and not checkpoints.unfinished
+    )
 
 
 @pytest.mark.slow
@@ -117,12 +121,12 @@ def test_run_completes_if_a_full_disk_gets_space_within_a_minute(tmp_path: Path)
 
 
 @pytest.mark.slow
-def test_run_completes_if_an_object_store_answers_within_a_minute(door: Door) -> None:
-    outage = Outage(door.shut, door.open)
-    outcome = train(door.url_of("run"), outage)
+def test_run_completes_if_an_object_store_answers_within_a_minute(s3_proxy: S3Proxy) -> None:
+    outage = Outage(s3_proxy.close, s3_proxy.open)
+    outcome = train(s3_proxy.url_of("run"), outage)
     # Once, in a whole CI run, each part of one worker was stored with the framing of its upload
     # (aws-chunked). The uploads show whether the client or the server is at fault.
-    assert outcome.stopped.outcome == "completed", "\n\n".join(door.uploads)
+    assert outcome.stopped.outcome == "completed", "\n\n".join(s3_proxy.upload_headers)
     assert is_complete(outcome)
     assert any("the checkpoint of step" in trouble for trouble in outage.troubles)
     assert any("of journal.jsonl" in trouble for trouble in outage.troubles)

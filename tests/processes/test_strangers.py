@@ -16,10 +16,10 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from harness import run_plainly
-from test_snapshot_server import HOST, SECRET, Child, assert_has, never, part, snapshots_at
+from harness import run_in_processes
+from test_snapshot_server import HOST, SECRET, Child, assert_has, interrupt_never
 
-from test_snapshot_server import ASSIGNMENT, SPECS  # isort: skip
+from test_snapshot_server import ASSIGNMENT, SPECS, random_shard, snapshots_at  # isort: skip
 from test_snapshots import SETTINGS, kill
 
 from actors.runtime.authenticated_server import AuthenticatedServer
@@ -40,16 +40,16 @@ from elastic.reshard.snapshot_placement import SnapshotServer
 
 STRANGER = str(Path(__file__).with_name("stranger.py"))
 NUM_DESCRIPTORS = 64
-NOBODY = 65534
+UNPRIVILEGED_USER = 65534
 PATIENCE_S = 60.0
 ROOT = Path(__file__).parents[2]
 
 
-def command(deed: str, snapshot_server: SnapshotServer) -> list[str]:
+def command(attack: str, snapshot_server: SnapshotServer) -> list[str]:
     return [
         sys.executable,
         STRANGER,
-        deed,
+        attack,
         snapshot_server.socket,
         snapshot_server.host,
         str(snapshot_server.port),
@@ -57,21 +57,21 @@ def command(deed: str, snapshot_server: SnapshotServer) -> list[str]:
 
 
 @contextmanager
-def stranger(deed: str, snapshot_server: SnapshotServer) -> Iterator[None]:
-    """A stranger's process that performs `deed` from before the block begins until it ends."""
-    process = subprocess.Popen(command(deed, snapshot_server), stdout=subprocess.PIPE, text=True)
+def run_stranger(attack: str, snapshot_server: SnapshotServer) -> Iterator[None]:
+    """A stranger's process that performs `attack` from before the block begins until it ends."""
+    process = subprocess.Popen(command(attack, snapshot_server), stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     for _ in range(2):
-        assert process.stdout.readline(), f"{deed}: it has ended"
-    drained = threading.Thread(target=process.stdout.read, daemon=True)
-    drained.start()
+        assert process.stdout.readline(), f"{attack}: the stranger has ended"
+    reader = threading.Thread(target=process.stdout.read, daemon=True)
+    reader.start()
     try:
         yield
-        assert process.poll() is None, f"{deed}: it has ended"
+        assert process.poll() is None, f"{attack}: the stranger has ended"
     finally:
         process.kill()
         process.wait()
-        drained.join()
+        reader.join()
         process.stdout.close()
 
 
@@ -87,157 +87,163 @@ def take_and_read(child: Child, steps: range) -> None:
     snapshots = snapshots_at(child.snapshot_server)
     for step in steps:
         deadline = time.monotonic() + PATIENCE_S
-        snapshots.take(step, ASSIGNMENT, part(step))
-        snapshots.await_whole(never)
+        snapshots.take(step, ASSIGNMENT, random_shard(step))
+        snapshots.await_whole(interrupt_never)
         while not snapshots.are_whole:  # a busy machine may take longer than a vote waits
             assert time.monotonic() < deadline
-            snapshots.take(step, ASSIGNMENT, part(step))
-            snapshots.await_whole(never)
+            snapshots.take(step, ASSIGNMENT, random_shard(step))
+            snapshots.await_whole(interrupt_never)
         snapshots.note_vote(1, 1)
         for reader in ("here", "elsewhere"):
             assert_has(child.snapshot_server, step, reader)
     snapshots.end_generation()
 
 
-@pytest.mark.parametrize("deed", ["read", "replay"])
-def test_stranger_reads_no_snapshot(child: Child, deed: str) -> None:
+@pytest.mark.parametrize("attack", ["read", "replay"])
+def test_stranger_reads_no_snapshot(child: Child, attack: str) -> None:
     take_and_read(child, range(1, 2))
-    done = subprocess.run(
-        command(deed, child.snapshot_server), capture_output=True, text=True, timeout=60
+    completed = subprocess.run(
+        command(attack, child.snapshot_server), capture_output=True, text=True, timeout=60
     )
-    got = [json.loads(line) for line in done.stdout.splitlines()]
-    assert len(got) >= 2, done.stderr
-    assert all([0, 0] in answer.values() for answer in got), got
+    answers = [json.loads(line) for line in completed.stdout.splitlines()]
+    assert len(answers) >= 2, completed.stderr
+    assert all([0, 0] in answer.values() for answer in answers), answers
     take_and_read(child, range(2, 3))
 
 
-@pytest.mark.parametrize("deed", ["harm", "flood"])
-def test_stranger_disturbs_no_snapshots(child: Child, deed: str) -> None:
+@pytest.mark.parametrize("attack", ["harm", "flood"])
+def test_stranger_disturbs_no_snapshots(child: Child, attack: str) -> None:
     """The server has few descriptors, so a flood of connections exhausts them."""
     assert child.process.pid
     resource.prlimit(child.process.pid, resource.RLIMIT_NOFILE, (NUM_DESCRIPTORS, NUM_DESCRIPTORS))
     take_and_read(child, range(1, 2))
-    with stranger(deed, child.snapshot_server):
+    with run_stranger(attack, child.snapshot_server):
         take_and_read(child, range(2, 5))
     take_and_read(child, range(5, 6))
     memory = Path(f"/proc/{child.process.pid}/status").read_text()
     [peak_kb] = [int(line.split()[1]) for line in memory.splitlines() if line.startswith("VmHWM")]
-    assert peak_kb < 2**21, "it has allocated what a stranger requested"
+    assert peak_kb < 2**21, "the server allocated memory that a stranger requested"
 
 
 @pytest.mark.slow
 def test_run_recovers_from_snapshots_despite_strangers(tmp_path: Path) -> None:
-    """It recovers from snapshots when the only worker with a part is killed."""
+    """The killed worker was the only holder of its shard."""
     strangers: list[subprocess.Popen[bytes]] = []
-    lasting: list[bool] = []
+    are_alive: list[bool] = []
 
-    def hear_of(event: Event) -> None:
+    def on_event(event: Event) -> None:
         if isinstance(event, SnapshotServerReady):
-            for deed in ("harm", "flood"):
+            for attack in ("harm", "flood"):
                 started = subprocess.Popen(
-                    command(deed, event.snapshot_server), stdout=subprocess.DEVNULL
+                    command(attack, event.snapshot_server), stdout=subprocess.DEVNULL
                 )
                 strangers.append(started)
         if isinstance(event, WorkerLost):
-            lasting.extend(process.poll() is None for process in strangers)
+            are_alive.extend(process.poll() is None for process in strangers)
 
     try:
-        run = run_plainly(
+        run = run_in_processes(
             tmp_path,
             SETTINGS,
             2,
             layout="fsdp=2",
             snapshot_every=1,
-            strikes=[kill("w1")],
-            hear=hear_of,
+            fleet_faults=[kill("w1")],
+            on_event=on_event,
         )
     finally:
         for process in strangers:
             process.kill()
             process.wait()
-    assert lasting and all(lasting), "the strangers had ended before they were of any use"
+    assert are_alive and all(are_alive), "the strangers ended before the recovery"
     assert run.stopped.outcome == "completed", run.story()
-    assert "snapshot" in [line["source"] for line in run.told("Resharded")], run.story()
+    assert "snapshot" in [line["source"] for line in run.lines_of("Resharded")], run.story()
 
 
-STORE_DEEDS = ("store garbage", "store flood", "store overwrite")
+STORE_ATTACKS = ("store garbage", "store flood", "store overwrite")
 
 
 @pytest.mark.slow
 def test_run_recovers_while_strangers_attack_its_store(tmp_path: Path) -> None:
-    """They still attack when groups form without the killed worker."""
+    """The attacks continue while groups form without the killed worker."""
     strangers: list[subprocess.Popen[str]] = []
-    drains: list[threading.Thread] = []
-    lasting: list[bool] = []
+    readers: list[threading.Thread] = []
+    are_alive: list[bool] = []
 
     killed_in: list[int] = []
     pids: dict[str, int] = {}
 
-    def begin(store: StoreReady) -> None:
-        for deed in STORE_DEEDS:
-            arguments = [sys.executable, STRANGER, deed, "", store.host, str(store.port)]
+    def start_attacks(store: StoreReady) -> None:
+        for attack in STORE_ATTACKS:
+            arguments = [sys.executable, STRANGER, attack, "", store.host, str(store.port)]
             strangers.append(subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True))
         for process in strangers:
-            assert process.stdout and process.stdout.readline(), f"{process.args}: it has ended"
-            drains.append(threading.Thread(target=process.stdout.read, daemon=True))
-            drains[-1].start()
+            assert process.stdout and process.stdout.readline(), (
+                f"{process.args}: the stranger has ended"
+            )
+            readers.append(threading.Thread(target=process.stdout.read, daemon=True))
+            readers[-1].start()
 
-    def hear_of(event: Event) -> None:
+    def on_event(event: Event) -> None:
         match event:
             case StoreReady():
-                begin(event)
+                start_attacks(event)
             case WorkerReady():
                 pids[event.worker] = event.pid
             case StepCommitted() if event.record.world_size == 3 and "w1" in pids:
                 killed_in.append(event.generation)
                 os.kill(pids.pop("w1"), signal.SIGKILL)
-            case StateReady() if killed_in and event.generation > killed_in[0] and not lasting:
-                lasting.extend(process.poll() is None for process in strangers)
+            case StateReady() if killed_in and event.generation > killed_in[0] and not are_alive:
+                are_alive.extend(process.poll() is None for process in strangers)
 
     try:
-        run = run_plainly(tmp_path, SETTINGS, 3, layout="dp=3", hear=hear_of, timeout_s=300.0)
+        run = run_in_processes(
+            tmp_path, SETTINGS, 3, layout="dp=3", on_event=on_event, timeout_s=300.0
+        )
     finally:
         for process in strangers:
             process.kill()
             process.wait()
-        for drain in drains:
-            drain.join()
+        for reader in readers:
+            reader.join()
         for process in strangers:
             if process.stdout:
                 process.stdout.close()
     assert run.stopped.outcome == "completed", run.story()
-    assert len(lasting) == 3 and all(lasting), "the strangers had ended before they were of any use"
-    assert len(run.told("WorkerLost")) == 1, run.story()
-    generations = [line["generation"] for line in run.told("Resume")]
-    assert generations == list(range(1, len(generations) + 1)), "no generation formed in vain"
+    assert len(are_alive) == 3 and all(are_alive), "the strangers ended before the recovery"
+    assert len(run.lines_of("WorkerLost")) == 1, run.story()
+    generations = [line["generation"] for line in run.lines_of("Resume")]
+    assert generations == list(range(1, len(generations) + 1)), (
+        "each generation that formed also ran"
+    )
 
 
 def test_other_secret_is_refused_on_both_sockets(child: Child) -> None:
-    snapshot_server, other = child.snapshot_server, new_secret()
+    snapshot_server, other_secret = child.snapshot_server, new_secret()
     with pytest.raises(Unauthenticated):
-        connect_beside(snapshot_server.socket, other, 5.0)
+        connect_beside(snapshot_server.socket, other_secret, 5.0)
     with pytest.raises(Unauthenticated):
-        connect_afar((snapshot_server.host, snapshot_server.port), other, 5.0)
+        connect_afar((snapshot_server.host, snapshot_server.port), other_secret, 5.0)
 
 
 def test_impostor_on_a_servers_port_receives_nothing() -> None:
     """An impostor answers the handshake with random bytes; nothing further is sent to it."""
     with socket.create_server((HOST, 0)) as impostor:
         address = impostor.getsockname()
-        heard: list[bytes] = []
+        received: list[bytes] = []
 
         def answer() -> None:
             connection, _ = impostor.accept()
             connection.recv(52, socket.MSG_WAITALL)
             connection.sendall(os.urandom(64))
-            heard.append(connection.recv(1000))
+            received.append(connection.recv(1000))
 
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(Unauthenticated):
             connect_afar((address[0], address[1]), SECRET, 5.0)
         thread.join()
-        assert heard == [b""]
+        assert received == [b""]
 
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
@@ -245,7 +251,7 @@ def test_other_user_is_refused_despite_the_secret(child: Child) -> None:
     script = (
         "import os, sys\n"
         "from actors.runtime.handshake import connect_beside\n"
-        f"os.setresuid({NOBODY}, {NOBODY}, {NOBODY})\n"
+        f"os.setresuid({UNPRIVILEGED_USER}, {UNPRIVILEGED_USER}, {UNPRIVILEGED_USER})\n"
         "try:\n"
         "    connect_beside(sys.argv[1], bytes.fromhex(sys.argv[2]), 5.0)\n"
         "except OSError as error:\n"
@@ -263,7 +269,7 @@ def test_server_refuses_other_users_processes() -> None:
     server = SnapshotHost("n0", "", HOST, SECRET)
     script = (
         "import os, socket, sys\n"
-        f"os.setresuid({NOBODY}, {NOBODY}, {NOBODY})\n"
+        f"os.setresuid({UNPRIVILEGED_USER}, {UNPRIVILEGED_USER}, {UNPRIVILEGED_USER})\n"
         "sock = socket.socket(socket.AF_UNIX)\n"
         "sock.connect(chr(0) + sys.argv[1])\n"
         "try:\n"
@@ -279,11 +285,11 @@ def test_server_refuses_other_users_processes() -> None:
 
 def test_requests_with_the_secret_are_bounded() -> None:
     """The size of the whole state is the limit. A malformed message ends only its connection."""
-    most = most_bytes(SPECS)
-    server = SnapshotHost("n0", "", HOST, SECRET, max_snapshot_bytes=most)
+    max_bytes = most_bytes(SPECS)
+    server = SnapshotHost("n0", "", HOST, SECRET, max_snapshot_bytes=max_bytes)
     header = {"worker": "w0", "generation": 3}
     requests = [
-        {"do": "room", **header, "num_bytes": most + 1},
+        {"do": "room", **header, "num_bytes": max_bytes + 1},
         {"do": "room", **header, "num_bytes": -1},
         {"do": "put", **header, "step": 1, "kept_step": -2, "num_bytes": 2**60},
         {
@@ -303,14 +309,14 @@ def test_requests_with_the_secret_are_bounded() -> None:
         with connect_afar(address, SECRET, 5.0) as peer:
             peer.sendall(body)
             assert receive_message(peer) is None, body
-    assert server.told(3).memory_bytes == 0
+    assert server.report(3).memory_bytes == 0
     with connect_beside(server.snapshot_server.socket, SECRET, 5.0) as peer:
-        send_message(peer, do="room", **header, num_bytes=most)
+        send_message(peer, do="room", **header, num_bytes=max_bytes)
         assert socket.recv_fds(peer, 1, 2)[1]
 
 
 def test_server_accepts_again_once_it_has_descriptors(child: Child) -> None:
-    """No pending connection exists that it could drop."""
+    """The server has no pending connection that it could drop."""
     pid = child.process.pid
     assert pid
     before = resource.prlimit(pid, resource.RLIMIT_NOFILE)
@@ -323,7 +329,7 @@ def test_server_accepts_again_once_it_has_descriptors(child: Child) -> None:
     take_and_read(child, range(1, 2))
 
 
-def full_queue(listener: socket.socket) -> list[socket.socket]:
+def fill_queue(listener: socket.socket) -> list[socket.socket]:
     """Unaccepted connections, until the kernel refuses more."""
     waiting: list[socket.socket] = []
     while True:
@@ -345,7 +351,7 @@ def local_listener(kind: type[socket.socket] = socket.socket) -> socket.socket:
 
 def test_connection_is_retried_while_the_queue_is_full() -> None:
     listener = local_listener()
-    waiting = full_queue(listener)
+    waiting = fill_queue(listener)
     connected: list[object] = []
 
     def connect() -> None:

@@ -31,7 +31,7 @@ from pipelines.observe.tracking.tracker import Tracker
 
 @pytest.fixture(scope="module")
 def empty_store(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """An empty default store, made once, since MLflow takes seconds for it."""
+    """An empty default store, created once, since MLflow takes seconds for it."""
     folder = RunFolder.of(tmp_path_factory.mktemp("template"), "run")
     prepare_process()
     connect(default_tracking_uri(folder.storage), folder)
@@ -46,9 +46,9 @@ def storage(tmp_path: Path, empty_store: Path) -> Path:
 
 def only_run(uri: str, experiment: str = "elastic") -> tuple[MlflowClient, Run]:
     client = MlflowClient(uri)
-    found = client.get_experiment_by_name(experiment)
-    assert found is not None
-    [run] = client.search_runs([found.experiment_id])
+    found_experiment = client.get_experiment_by_name(experiment)
+    assert found_experiment is not None
+    [run] = client.search_runs([found_experiment.experiment_id])
     return client, run
 
 
@@ -60,7 +60,7 @@ def store_recipe(run: WrittenRun, recipe: dict[str, object]) -> None:
     run.folder.files.write("recipe.json", json.dumps(recipe).encode())
 
 
-def eventful(path: Path) -> WrittenRun:
+def write_run_with_events(path: Path) -> WrittenRun:
     run = WrittenRun(path)
     (run.folder.path / "recipe.json").write_text(
         json.dumps({"model": {"dim": 64}, "steps": 12, "betas": [0.9]})
@@ -79,8 +79,8 @@ def eventful(path: Path) -> WrittenRun:
     return run
 
 
-def test_the_default_store_gets_all_of_a_run(tmp_path: Path) -> None:
-    run = eventful(tmp_path / "100.1-a_b")
+def test_default_store_gets_the_whole_run(tmp_path: Path) -> None:
+    run = write_run_with_events(tmp_path / "100.1-a_b")
     tracker = Tracker(run.folder)
     tracker.poll()
     client, row = only_run(default_tracking_uri(tmp_path))
@@ -95,7 +95,9 @@ def test_the_default_store_gets_all_of_a_run(tmp_path: Path) -> None:
     assert row.data.tags["elastic.workers_lost"] == "1"
     assert "w3 lost: connection reset" in row.data.tags["mlflow.note.content"]
     steps = [step for step, _ in history_of(client, row, "loss")]
-    assert steps == [1, 2, 3, 5, 6, 7, 7, 8, 8, 9, 10], "redone steps twice, the skipped one not"
+    assert steps == [1, 2, 3, 5, 6, 7, 7, 8, 8, 9, 10], (
+        "repeated steps twice, the skipped step not at all"
+    )
     assert row.data.metrics["tokens_per_s"] == pytest.approx(10_000)
     assert history_of(client, row, "workers_lost") == [(8, 1.0)]
     assert history_of(client, row, "recovery_s") == [(6, pytest.approx(0.25))]
@@ -103,8 +105,8 @@ def test_the_default_store_gets_all_of_a_run(tmp_path: Path) -> None:
     assert history_of(client, row, "eval_accuracy") == [(6, 0.75)]
     parts = {"compute_s": 1.0, "redone_s": 0.2, "paused_s": 0.25, "waiting_s": 0.5}
     shares = {"goodput": 1.0 / 1.95, "worker_hours": (3 * 1.95 + 1.3) / 3600}
-    for name, spent_s in {**parts, **shares}.items():
-        assert history_of(client, row, name) == [(10, pytest.approx(spent_s))]
+    for name, value in {**parts, **shares}.items():
+        assert history_of(client, row, name) == [(10, pytest.approx(value))]
     assert len(history_of(client, row, "system/w0/host_memory_usage_megabytes")) == 8
     assert "system/w0/device_utilization_percentage" not in row.data.metrics
     assert row.info.end_time == int(run.now * 1000)
@@ -112,14 +114,14 @@ def test_the_default_store_gets_all_of_a_run(tmp_path: Path) -> None:
     assert files == {"events.json", "journal.jsonl", "recipe.json", "timeline.png"}
     assert (tmp_path / "mlflow-artifacts").is_dir()
     file = client.download_artifacts(row.info.run_id, "events.json", str(tmp_path))
-    events = json.loads(Path(file).read_text())
-    told = [dict(zip(events["columns"], event, strict=True)) for event in events["data"]]
-    [lost] = [event for event in told if event["event"] == "lost"]
+    table = json.loads(Path(file).read_text())
+    events = [dict(zip(table["columns"], event, strict=True)) for event in table["data"]]
+    [lost] = [event for event in events if event["event"] == "lost"]
     assert (lost["worker"], lost["cause"], lost["step"]) == ("w3", "connection reset", 8)
 
 
-def test_a_resumed_run_goes_on_in_the_same_mlflow_run(storage: Path) -> None:
-    run = eventful(storage / "run")
+def test_resumed_run_continues_the_same_mlflow_run(storage: Path) -> None:
+    run = write_run_with_events(storage / "run")
     run.stop("interrupted", "SIGTERM")
     assert Tracker(run.folder).finish(patience_s=20) is None
     client, first = only_run(default_tracking_uri(storage))
@@ -144,9 +146,9 @@ def test_a_resumed_run_goes_on_in_the_same_mlflow_run(storage: Path) -> None:
     assert history_of(client, second, "loss")[-1] == (11, 0.5)
 
 
-def test_lost_offsets_double_nothing(storage: Path) -> None:
+def test_lost_offsets_duplicate_no_metric(storage: Path) -> None:
     """Invariant of the spool: a metric that is sent again is the same metric."""
-    run = eventful(storage / "run")
+    run = write_run_with_events(storage / "run")
     run.commit(step_s=60.0)
     run.stop()
     tracker = Tracker(run.folder)
@@ -162,8 +164,8 @@ def test_lost_offsets_double_nothing(storage: Path) -> None:
     assert [history_of(client, after, name) for name in names] == histories
 
 
-def test_a_deleted_run_is_delivered_again_as_a_new_one(storage: Path) -> None:
-    run = eventful(storage / "run")
+def test_deleted_mlflow_run_is_delivered_as_a_new_one(storage: Path) -> None:
+    run = write_run_with_events(storage / "run")
     tracker = Tracker(run.folder)
     tracker.poll()
     client, first = only_run(tracker.uri)
@@ -175,8 +177,8 @@ def test_a_deleted_run_is_delivered_again_as_a_new_one(storage: Path) -> None:
     assert len(history_of(client, second, "loss")) == 11
 
 
-def test_a_creation_that_was_answered_too_late_leaves_no_second_run(storage: Path) -> None:
-    run = eventful(storage / "run")
+def test_late_answer_to_a_run_creation_leaves_no_second_run(storage: Path) -> None:
+    run = write_run_with_events(storage / "run")
     tracker = Tracker(run.folder)
     tracker.poll()
     client, row = only_run(tracker.uri)
@@ -187,7 +189,7 @@ def test_a_creation_that_was_answered_too_late_leaves_no_second_run(storage: Pat
     assert only_run(tracker.uri)[1].info.run_id == row.info.run_id
 
 
-def test_a_run_without_a_line_has_nothing_to_deliver(tmp_path: Path) -> None:
+def test_run_without_lines_creates_no_mlflow_run(tmp_path: Path) -> None:
     run = WrittenRun(tmp_path / "run")
     tracker = Tracker(run.folder)
     tracker.poll()
@@ -195,16 +197,16 @@ def test_a_run_without_a_line_has_nothing_to_deliver(tmp_path: Path) -> None:
     assert not (tmp_path / "mlflow.db").exists()
 
 
-def test_params_keep_to_the_limits_of_mlflow() -> None:
-    told = params({"data": {"files": ["x" * 9000], "none": {}}, "odd key!": True})
-    assert told["odd key_"] == "True"
-    assert told["data.none"] == "{}"
-    assert len(told["data.files"]) == 6000
+def test_params_respect_the_limits_of_mlflow() -> None:
+    logged = params({"data": {"files": ["x" * 9000], "none": {}}, "odd key!": True})
+    assert logged["odd key_"] == "True"
+    assert logged["data.none"] == "{}"
+    assert len(logged["data.files"]) == 6000
 
 
-def test_secrets_of_a_url_are_not_written_down(tmp_path: Path) -> None:
-    run = eventful(tmp_path / "run")
-    tracker = Tracker(run.folder, f"http://me:hunter2@127.0.0.1:{free_port()}")
+def test_secrets_of_a_url_are_not_stored(tmp_path: Path) -> None:
+    run = write_run_with_events(tmp_path / "run")
+    tracker = Tracker(run.folder, f"http://me:hunter2@127.0.0.1:{find_free_port()}")
     missing = tracker.finish(patience_s=0)
     assert missing is not None
     assert (
@@ -214,7 +216,7 @@ def test_secrets_of_a_url_are_not_written_down(tmp_path: Path) -> None:
     assert "\n" not in missing
 
 
-def free_port() -> int:
+def find_free_port() -> int:
     with socket.socket() as listener:
         listener.bind(("127.0.0.1", 0))
         return int(listener.getsockname()[1])
@@ -225,7 +227,7 @@ class Server:
     """A real `mlflow server` with a SQLite store, which tests kill and start."""
 
     folder: Path
-    port: int = field(default_factory=free_port)
+    port: int = field(default_factory=find_free_port)
     process: subprocess.Popen[bytes] | None = None
 
     @property
@@ -274,18 +276,18 @@ class Server:
 
 @pytest.fixture
 def server(tmp_path: Path) -> Iterator[Server]:
-    its_server = Server(tmp_path)
-    its_server.start()
-    yield its_server
-    its_server.kill()
+    mlflow_server = Server(tmp_path)
+    mlflow_server.start()
+    yield mlflow_server
+    mlflow_server.kill()
 
 
 @pytest.mark.slow
-def test_a_server_that_is_killed_slow_and_back_misses_and_doubles_nothing(
+def test_frozen_and_killed_server_loses_and_duplicates_no_metric(
     server: Server, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MLFLOW_HTTP_REQUEST_TIMEOUT", "2")
-    run = eventful(tmp_path / "storage" / "run")
+    run = write_run_with_events(tmp_path / "storage" / "run")
     tracker = Tracker(run.folder, server.uri)
     server.signal(signal.SIGSTOP)
     tracker.poll()
@@ -298,10 +300,10 @@ def test_a_server_that_is_killed_slow_and_back_misses_and_doubles_nothing(
         if number == 100:
             tracker.poll()
             server.kill()
-    begun = time.monotonic()
+    start = time.monotonic()
     tracker.poll()
     assert tracker.trouble
-    assert time.monotonic() - begun < 3, "a dead server may not hold the tracker up"
+    assert time.monotonic() - start < 3, "a dead server must not block the tracker"
     missing = tracker.finish(patience_s=0.5)
     assert missing is not None
     assert f"MLflow at {server.uri} still lacks" in missing
@@ -332,12 +334,12 @@ def poll_until_delivered(tracker: Tracker, run: WrittenRun) -> None:
         time.sleep(0.1)
 
 
-def test_traces_and_statistics_are_brought_once(storage: Path) -> None:
-    run = eventful(storage / "run")
+def test_traces_and_statistics_are_delivered_once(storage: Path) -> None:
+    run = write_run_with_events(storage / "run")
     groups = {"layers.0": {"grad_norm": 0.5, "update_ratio": None}, "odd:name": {"grad_norm": 2.0}}
     for step in (2, 4):
-        told = {"time": run.now, "step": step, "generation": 1, "groups": groups}
-        append(run.folder.statistics, told)
+        line = {"time": run.now, "step": step, "generation": 1, "groups": groups}
+        append(run.folder.statistics, line)
     run.folder.files.write("profiles/w0-g1-steps-2-3.json.gz", b"a trace")
     run.folder.files.write("profiles/.w1.1234.partial", b"half a")
     run.stop()
@@ -351,4 +353,4 @@ def test_traces_and_statistics_are_brought_once(storage: Path) -> None:
     (run.folder.path / trace.path).write_bytes(b"changed since")
     assert Tracker(run.folder).finish(patience_s=20) is None
     [trace] = client.list_artifacts(row.info.run_id, "profiles")
-    assert trace.file_size == 7, "what MLflow has is not sent again"
+    assert trace.file_size == 7, "the tracker does not send an artifact again"

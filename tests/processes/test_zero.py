@@ -12,9 +12,9 @@ import pytest
 import torch
 import torch.distributed as dist
 from expected import expected
-from harness import run_plainly
-from ranks import formed, open_file_store
-from test_replica import CountCollectives, local_tensors, never, program_of
+from harness import run_in_processes
+from ranks import formed_groups, open_file_store
+from test_replica import CountCollectives, interrupt_never, local_tensors, program_of
 from torch.distributed.tensor import DTensor
 from torch.multiprocessing import start_processes
 
@@ -63,10 +63,10 @@ class Case(NamedTuple):
         return SETTINGS.model_copy(update=self.changes)
 
 
-SIZED = [
+SIZE_CASES = [
     Case(f"{axes},zero={zero}") for axes in ("fsdp=2", "fsdp=4", "dp=2,fsdp=2") for zero in STAGES
 ]
-CHANGED = [
+OTHER_CASES = [
     Case("fsdp=2,zero=3", {"reshard_after_forward": False}),
     Case("fsdp=2,zero=3", {"sync_each_microbatch": False}),
     Case("dp=2,fsdp=2,zero=3", {"dtype": "bfloat16"}),
@@ -97,27 +97,31 @@ class MeasuredReplica(ShardedReplica):
     between_bytes = 0
 
     def _feed_microbatch(self, step: int, microbatch: int | None) -> Fed:
-        own = self.data_shard.rounds(self.settings.num_microbatches, self.passes.num_rounds)
-        if len(own) > 1 and microbatch in (own[0], own[-1]):
-            sign = -1 if microbatch == own[0] else 1
+        own_microbatches = self.data_shard.rounds(
+            self.settings.num_microbatches, self.passes.num_rounds
+        )
+        if len(own_microbatches) > 1 and microbatch in (own_microbatches[0], own_microbatches[-1]):
+            sign = -1 if microbatch == own_microbatches[0] else 1
             self.between_bytes += sign * bytes_of_all_tensors()
         return super()._feed_microbatch(step, microbatch)
 
 
 def bytes_of_all_tensors() -> int:
     gc.collect()  # leftovers of the previous case must not be freed between the counts
-    tensors = [thing for thing in gc.get_objects() if isinstance(thing, torch.Tensor)]
-    locals_ = (thing.to_local() if isinstance(thing, DTensor) else thing for thing in tensors)
+    tensors = [obj for obj in gc.get_objects() if isinstance(obj, torch.Tensor)]
+    locals_ = (obj.to_local() if isinstance(obj, DTensor) else obj for obj in tensors)
     storages = [tensor.untyped_storage() for tensor in locals_ if tensor.device.type == "cpu"]
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def train(program: TrainingProgram, replica: MeasuredReplica, given: dict[str, Any]) -> Trained:
-    replica.adopt(given)
+def train(
+    program: TrainingProgram, replica: MeasuredReplica, initial_tensors: dict[str, Any]
+) -> Trained:
+    replica.adopt(initial_tensors)
     at_rest, losses = replica.state_bytes(), []
     for step in range(1, NUM_STEPS + 1):
         with CountCollectives() as in_compute:
-            sums = replica.compute(step, never)
+            sums = replica.compute(step, interrupt_never)
         in_step = replica.state_bytes()
         dist.all_reduce(sums)
         loss_sum, num_tokens, sq_grad_norm = sums.tolist()
@@ -125,7 +129,7 @@ def train(program: TrainingProgram, replica: MeasuredReplica, given: dict[str, A
             world_size = dist.get_world_size()
             replica.apply(step, Vote(step, loss_sum, int(num_tokens), sq_grad_norm, world_size))
         losses.append(loss_sum / num_tokens)
-    held_out = replica.evaluate(NUM_STEPS, never).loss
+    held_out = replica.evaluate(NUM_STEPS, interrupt_never).loss
     tensors = {name: tensor.clone() for name, tensor in replica.tensors().items()}
     return Trained(
         losses,
@@ -143,12 +147,12 @@ def run_rank(world_rank: int, folder: Path) -> None:
     """Train each case that has this rank."""
     torch.set_num_threads(1)
     store = open_file_store(folder, NUM_PROCESSES)
-    for case in SIZED + CHANGED:
+    for case in SIZE_CASES + OTHER_CASES:
         layout = Layout.parse(case.layout)
         if world_rank >= layout.num_workers:
             continue
         program = program_of(case.settings)
-        with formed(layout, store, case.name, world_rank) as groups:
+        with formed_groups(layout, store, case.name, world_rank) as groups:
             replica = MeasuredReplica(program.workload, program.settings, groups)
             trained = train(program, replica, local_tensors(program, groups))
             if case.name == "fsdp=2,zero=1":
@@ -160,30 +164,30 @@ def run_rank(world_rank: int, folder: Path) -> None:
 
 def assert_releases_full_tensors(replica: ShardedReplica, successor: ShardedReplica) -> None:
     """As after a reshard from stage 2, where each shard is a view of a full tensor."""
-    held = replica.tensors()
-    parts = {
+    old_tensors = replica.tensors()
+    views = {
         name: torch.cat([tensor, tensor])[: len(tensor)] if tensor.ndim else tensor
-        for name, tensor in held.items()
+        for name, tensor in old_tensors.items()
     }
-    successor.adopt(parts)
+    successor.adopt(views)
     assert successor.state_bytes().param_bytes == replica.state_bytes().param_bytes
     for name, tensor in successor.tensors().items():
-        assert torch.equal(tensor, held[name])
+        assert torch.equal(tensor, old_tensors[name])
 
 
 def assert_adopted_again(
     program: TrainingProgram, replica: ShardedReplica, successor: ShardedReplica
 ) -> None:
     """As after a reshard in which a worker keeps its shard: the full tensors stay in memory."""
-    held = replica.tensors()
-    before = {name: tensor.clone() for name, tensor in held.items()}
-    successor.adopt(held)
+    old_tensors = replica.tensors()
+    copies = {name: tensor.clone() for name, tensor in old_tensors.items()}
+    successor.adopt(old_tensors)
     for name, tensor in successor.tensors().items():
-        assert tensor.data_ptr() == held[name].data_ptr() or not tensor.numel()
+        assert tensor.data_ptr() == old_tensors[name].data_ptr() or not tensor.numel()
     assert successor.state_bytes() == replica.state_bytes()
-    successor.evaluate(0, never)
+    successor.evaluate(0, interrupt_never)
     for name, tensor in successor.tensors().items():
-        assert torch.equal(tensor, before[name])
+        assert torch.equal(tensor, copies[name])
 
 
 @pytest.fixture(scope="module")
@@ -201,61 +205,61 @@ def ranks_of(folder: Path, case: Case) -> list[Trained]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", SIZED, ids=lambda case: case.name)
-def test_measured_bytes_are_those_of_the_formula(folder: Path, case: Case) -> None:
+@pytest.mark.parametrize("case", SIZE_CASES, ids=lambda case: case.name)
+def test_measured_bytes_equal_the_footprint_of_the_stage(folder: Path, case: Case) -> None:
     layout = Layout.parse(case.layout)
     num_params = whole_bytes(case) // 4
-    parts = {
+    footprints = {
         "param_bytes": Footprint(4, 0, 0),
         "grad_bytes": Footprint(0, 4, 0),
         "optimizer_bytes": Footprint(0, 0, 8),
     }
     for trained in ranks_of(folder, case):
         measured = asdict(trained.in_step)
-        for part, footprint in parts.items():
+        for name, footprint in footprints.items():
             expected = num_params * footprint.divided(layout.zero, layout.fsdp)
-            assert measured[part] == pytest.approx(expected, rel=0.05), part
+            assert measured[name] == pytest.approx(expected, rel=0.05), name
         total = num_params * FULL.divided(layout.zero, layout.fsdp)
         assert sum(measured.values()) == pytest.approx(total, rel=0.05)
         assert trained.at_rest == trained.in_step, "grad_bytes at rest is the expected size"
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", SIZED + CHANGED, ids=lambda case: case.name)
-def test_all_stages_and_switches_train_alike(folder: Path, case: Case) -> None:
+@pytest.mark.parametrize("case", SIZE_CASES + OTHER_CASES, ids=lambda case: case.name)
+def test_all_stages_and_settings_train_equally(folder: Path, case: Case) -> None:
     plain = ranks_of(folder, Case("fsdp=2,zero=3"))[0]
-    exact = case.settings.dtype == "float32"
+    is_float32 = case.settings.dtype == "float32"
     for trained in ranks_of(folder, case):
-        assert trained.losses == pytest.approx(plain.losses, rel=1e-5 if exact else 0.02)
-        assert trained.held_out == pytest.approx(plain.held_out, rel=1e-5 if exact else 0.02)
+        assert trained.losses == pytest.approx(plain.losses, rel=1e-5 if is_float32 else 0.02)
+        assert trained.held_out == pytest.approx(plain.held_out, rel=1e-5 if is_float32 else 0.02)
         assert trained.num_collectives_in_apply == 0
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("zero", [1, 2])
-def test_mixed_precision_is_that_of_stage_three(folder: Path, zero: int) -> None:
-    change = {"dtype": "bfloat16"}
-    expected = ranks_of(folder, Case("fsdp=2,zero=3", change))
-    ranks = ranks_of(folder, Case(f"fsdp=2,zero={zero}", change))
-    for ours, fsdp in zip(ranks, expected, strict=True):
-        assert ours.losses == pytest.approx(fsdp.losses, rel=1e-6)
-        for name, tensor in fsdp.tensors.items():
-            assert ours.tensors[name].dtype == tensor.dtype
-            torch.testing.assert_close(ours.tensors[name], tensor, rtol=1e-4, atol=1e-6)
+def test_mixed_precision_of_stages_1_and_2_equals_stage_3(folder: Path, zero: int) -> None:
+    changes = {"dtype": "bfloat16"}
+    expected = ranks_of(folder, Case("fsdp=2,zero=3", changes))
+    ranks = ranks_of(folder, Case(f"fsdp=2,zero={zero}", changes))
+    for actual, reference in zip(ranks, expected, strict=True):
+        assert actual.losses == pytest.approx(reference.losses, rel=1e-6)
+        for name, tensor in reference.tensors.items():
+            assert actual.tensors[name].dtype == tensor.dtype
+            torch.testing.assert_close(actual.tensors[name], tensor, rtol=1e-4, atol=1e-6)
 
 
 @pytest.mark.parametrize("zero", [1, 2])
-def test_a_kill_in_apply_changes_nothing(zero: int, tmp_path: Path) -> None:
+def test_kill_in_apply_changes_no_loss_or_weight(zero: int, tmp_path: Path) -> None:
     """The dead worker held a shard that its replica has too; the others roll forward."""
     settings = SETTINGS.model_copy(update={"dtype": "float64", "steps": 16, "eval_every": 8})
     fault = Fault("kill", "w1", 6, "apply")
     layout = f"dp=2,fsdp=2,zero={zero}"
-    run = run_plainly(tmp_path, settings, 4, layout=layout, faults=(fault,))
+    run = run_in_processes(tmp_path, settings, 4, layout=layout, faults=(fault,))
     assert run.stopped.outcome == "completed", run.stopped
-    assert not run.told("RolledBack")
-    assert run.told("Resume")[1]["layout"].endswith(f"zero={zero}")
-    seen, weights = expected(settings, settings.steps)
-    losses, norms = zip(*seen, strict=True)
+    assert not run.lines_of("RolledBack")
+    assert run.lines_of("Resume")[1]["layout"].endswith(f"zero={zero}")
+    losses_and_norms, weights = expected(settings, settings.steps)
+    losses, norms = zip(*losses_and_norms, strict=True)
     assert [line["loss"] for line in run.metrics] == pytest.approx(losses, rel=1e-9)
     assert [line["grad_norm"] for line in run.metrics] == pytest.approx(norms, rel=1e-9)
     [checkpoint] = (run.folder / "checkpoints").glob("step-*")
@@ -265,27 +269,25 @@ def test_a_kill_in_apply_changes_nothing(zero: int, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_without_resharding_a_block_is_gathered_once_a_step(folder: Path) -> None:
-    kept = ranks_of(folder, Case("fsdp=2,zero=3", {"reshard_after_forward": False}))[0]
-    let_go = ranks_of(folder, Case("fsdp=2,zero=3"))[0]
+def test_without_reshard_after_forward_a_block_is_gathered_once_a_step(folder: Path) -> None:
+    unsharded = ranks_of(folder, Case("fsdp=2,zero=3", {"reshard_after_forward": False}))[0]
+    resharded = ranks_of(folder, Case("fsdp=2,zero=3"))[0]
     num_blocks, rounds = SETTINGS.model.num_layers, SETTINGS.num_microbatches // 2
-    assert let_go.num_collectives - kept.num_collectives >= num_blocks * rounds
+    assert resharded.num_collectives - unsharded.num_collectives >= num_blocks * rounds
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("case", SIZED, ids=lambda case: case.name)
-def test_between_microbatches_gradients_are_kept_as_the_stage_says(
-    folder: Path, case: Case
-) -> None:
+@pytest.mark.parametrize("case", SIZE_CASES, ids=lambda case: case.name)
+def test_gradient_bytes_between_microbatches_equal_the_stage(folder: Path, case: Case) -> None:
     """The gradients of blocks that are being reduced do not count."""
     for trained in ranks_of(folder, case):
-        kept = trained.in_step.grad_bytes
-        whole_block = whole_bytes(case) / SETTINGS.model.num_layers
-        assert 0.95 * kept <= trained.between_bytes <= kept + 2 * whole_block
+        grad_bytes = trained.in_step.grad_bytes
+        block_bytes = whole_bytes(case) / SETTINGS.model.num_layers
+        assert 0.95 * grad_bytes <= trained.between_bytes <= grad_bytes + 2 * block_bytes
 
 
 @pytest.mark.slow
-def test_without_a_sync_each_microbatch_whole_gradients_are_summed(folder: Path) -> None:
+def test_without_sync_each_microbatch_whole_gradients_accumulate(folder: Path) -> None:
     case = Case("fsdp=2,zero=3", {"sync_each_microbatch": False})
     [summed, *_], [synced, *_] = ranks_of(folder, case), ranks_of(folder, Case("fsdp=2,zero=3"))
     assert summed.in_step == synced.in_step

@@ -37,15 +37,15 @@ class Command:
         """The journal's lines of one event or command, so far."""
         return [
             line
-            for line in read(self.folder / "journal.jsonl")
+            for line in read_lines(self.folder / "journal.jsonl")
             if kind in (line.get("event"), line.get("command"))
         ]
 
     def metrics(self) -> list[dict[str, Any]]:
-        return read(self.folder / "metrics.jsonl")
+        return read_lines(self.folder / "metrics.jsonl")
 
     def controller_pid(self) -> int | None:
-        """The controller's process id, from the lease, which each controller claims anew."""
+        """The controller's process id, from the lease, which each new controller claims."""
         epochs = {int(f.name.partition("-")[0]): f for f in (self.folder / "lease").glob("*-*")}
         try:
             return json.loads(epochs[max(epochs)].read_text())["pid"] if epochs else None
@@ -62,11 +62,11 @@ class Command:
     def pid_of(self, worker: str) -> int:
         return next(line["pid"] for line in self.lines("WorkerReady") if line["worker"] == worker)
 
-    def wait_until(self, condition: Callable[[], object], what: str) -> None:
+    def wait_until(self, condition: Callable[[], object], awaited: str) -> None:
         deadline = time.monotonic() + PATIENCE_S
         while not condition():
-            assert self.process.poll() is None, f"ended before {what}:\n{self.output()}"
-            assert time.monotonic() < deadline, f"waited too long for {what}"
+            assert self.process.poll() is None, f"ended before {awaited}:\n{self.output()}"
+            assert time.monotonic() < deadline, f"waited too long for {awaited}"
             time.sleep(0.2)
 
     def wait_for_step(self, step: int) -> None:
@@ -82,7 +82,7 @@ class Command:
         return self.process.returncode, output
 
 
-def read(path: Path) -> list[dict[str, Any]]:
+def read_lines(path: Path) -> list[dict[str, Any]]:
     """The complete lines of a file that a process is still writing."""
     if not path.exists():
         return []
@@ -97,22 +97,23 @@ def ray_folder() -> Iterator[str]:
     try:
         yield folder
     finally:
-        left = processes_of(folder)
-        for process in left:
+        remaining = processes_of(folder)
+        for process in remaining:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
-        psutil.wait_procs(left, PATIENCE_S)  # a process that still writes would recreate its file
+        # A process that still writes would recreate its file.
+        psutil.wait_procs(remaining, PATIENCE_S)
         rmtree(folder)
 
 
 def processes_of(ray_folder: str) -> list[psutil.Process]:
-    """Every process that was started, directly or not, for this test's cluster."""
+    """Find every process that was started, directly or not, for the cluster of this test."""
     processes = []
     for process in psutil.process_iter():
         try:
-            is_ours = process.environ().get("RAY_TMPDIR") == ray_folder
-            is_ours = is_ours or any(ray_folder in word for word in process.cmdline())
-            if is_ours and process.status() != "zombie":
+            is_of_cluster = process.environ().get("RAY_TMPDIR") == ray_folder
+            is_of_cluster = is_of_cluster or any(ray_folder in word for word in process.cmdline())
+            if is_of_cluster and process.status() != "zombie":
                 processes.append(process)
         except (psutil.NoSuchProcess, psutil.AccessDenied):
             continue
@@ -121,7 +122,11 @@ def processes_of(ray_folder: str) -> list[psutil.Process]:
 
 def elastic(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run another `elastic` command, as in another terminal: without the test cluster's address."""
-    inherited = {k: v for k, v in os.environ.items() if k not in ("RAY_ADDRESS", "RAY_TMPDIR")}
+    inherited = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("RAY_ADDRESS", "RAY_TMPDIR")
+    }
     return subprocess.run(
         [sys.executable, "-m", "pipelines", *arguments],
         capture_output=True,
@@ -135,15 +140,15 @@ def elastic(*arguments: str, **environment: str) -> subprocess.CompletedProcess[
 
 @contextmanager
 def elastic_train(storage: Path, *arguments: str) -> Iterator[Command]:
-    """Start `elastic train ARGUMENTS` with run name `run`; at the end, assert that nothing is left
-    of it."""
+    """Start `elastic train ARGUMENTS` with run name `run`; at the end, assert that no process is
+    left."""
     with on_own_cluster("train", storage, *arguments, "--run-name", "run") as command:
         yield command
 
 
 @contextmanager
 def on_own_cluster(name: str, storage: Path, *arguments: str) -> Iterator[Command]:
-    """Start a command on a private cluster; at the end, assert that nothing is left of it."""
+    """Start a command on a private cluster; at the end, assert that no process is left."""
     with ray_folder() as folder:
         command = start(name, storage, folder, "local", *arguments)
         try:
@@ -152,7 +157,7 @@ def on_own_cluster(name: str, storage: Path, *arguments: str) -> Iterator[Comman
             if command.process.poll() is None:
                 command.process.send_signal(signal.SIGKILL)
             command.process.communicate()
-            assert_nothing_is_left(folder)
+            assert_no_process_left(folder)
 
 
 def start(
@@ -177,9 +182,9 @@ def start(
     return Command(process, storage / run_name, ray_folder, address)
 
 
-def assert_nothing_is_left(ray_folder: str, patience_s: float = 20.0) -> None:
+def assert_no_process_left(ray_folder: str, patience_s: float = 20.0) -> None:
     """Invariant 12: no process of the run or its cluster outlives it."""
     deadline = time.monotonic() + patience_s
-    while (left := processes_of(ray_folder)) and time.monotonic() < deadline:
+    while (remaining := processes_of(ray_folder)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    assert not left, f"left behind: {[process.name() for process in left]}"
+    assert not remaining, f"left behind: {[process.name() for process in remaining]}"

@@ -15,14 +15,14 @@ os.environ.setdefault("RAY_worker_niceness", "0")
 
 
 @pytest.fixture(scope="session", autouse=True)
-def _shared_cluster_ends() -> Iterator[None]:
+def _close_shared_cluster() -> Iterator[None]:
     yield
     close_shared_cluster()
 
 
 @pytest.fixture
-def cluster_of_all() -> Iterator[SharedCluster]:
-    """The shared cluster; at the end of the test, assert that no run has left anything on it."""
+def shared_ray_cluster() -> Iterator[SharedCluster]:
+    """The shared cluster; at the end of the test, assert that no run has left a process on it."""
     cluster = shared_cluster()
     yield cluster
     cluster.await_end_of_actors()

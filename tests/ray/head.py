@@ -22,7 +22,7 @@ from command_line import PATIENCE_S, ROOT, processes_of, ray_folder
 HOST = "127.0.0.1"
 BIN = Path(sys.executable).parent
 INHERITED = ("RAY_ADDRESS", "RAY_TMPDIR", "RAY_API_SERVER_ADDRESS", "PYTHONPATH")
-"""Variables that a test's machine may have set, but a cluster's machine has not."""
+"""Variables that the machine of a test may set, but a machine of a cluster does not."""
 
 
 @dataclass
@@ -82,7 +82,7 @@ class Head:
         return self.details(name)
 
     def await_end_of_actors(self) -> None:
-        """Assert invariant 12: no run has left anything."""
+        """Assert invariant 12: no run has left an actor."""
         wait_for(lambda: not self.actors(), "the end of all actors")
 
     def actors(self) -> list[str]:
@@ -90,31 +90,31 @@ class Head:
         return [name for name in names if name.startswith("ray::Ray")]
 
 
-def wait_for(condition: Callable[[], object], what: str, pause_s: float = 0.1) -> None:
+def wait_for(condition: Callable[[], object], awaited: str, pause_s: float = 0.1) -> None:
     deadline = time.monotonic() + 2 * PATIENCE_S
     while not condition():
-        assert time.monotonic() < deadline, f"waited too long for {what}"
+        assert time.monotonic() < deadline, f"waited too long for {awaited}"
         time.sleep(pause_s)
 
 
 @contextmanager
-def head(
+def start_head(
     num_cpus: int, autoscaling: Callable[[str], dict[str, Any]] | None = None, **environment: str
 ) -> Iterator[Head]:
-    """Start a head; `autoscaling` makes the configuration of its autoscaler from the address.
+    """Start a head; `autoscaling` returns the configuration of its autoscaler for an address.
 
-    At the end nothing is left of it.
+    The head and all its processes end with the block.
     """
     with ray_folder() as folder:
         port, client_port, dashboard_port, agent_port = map(str, free_ports(4))
         inherited = {name: value for name, value in os.environ.items() if name not in INHERITED}
-        everywhere = {
+        head_environment = {
             **inherited,
             "RAY_TMPDIR": folder,
             "RAY_AUTH_MODE": "token",
             "RAY_AUTH_TOKEN": secrets.token_hex(32),
             "PATH": f"{BIN}:{os.environ['PATH']}",
-            "PYTHONPATH": str(ROOT),  # what is installed
+            "PYTHONPATH": str(ROOT),  # the installed sources
             **environment,
         }
         command = [str(BIN / "ray"), "start", "--head", "--block", "--disable-usage-stats"]
@@ -129,18 +129,20 @@ def head(
         log = Path(folder, "head.log")
         with log.open("w") as out:
             process = subprocess.Popen(
-                command, stdout=out, stderr=subprocess.STDOUT, env=everywhere, cwd=folder
+                command, stdout=out, stderr=subprocess.STDOUT, env=head_environment, cwd=folder
             )
         server = f"http://{HOST}:{dashboard_port}"
-        started = Head(f"{HOST}:{port}", folder, {**everywhere, "RAY_API_SERVER_ADDRESS": server})
+        head = Head(
+            f"{HOST}:{port}", folder, {**head_environment, "RAY_API_SERVER_ADDRESS": server}
+        )
         try:
             wait_for(lambda: has_started(process, log), "Ray's head")
             wait_for(
-                lambda: has_started(process, log) and started.ray("job", "list").returncode == 0,
+                lambda: has_started(process, log) and head.ray("job", "list").returncode == 0,
                 "its job server",
                 pause_s=1.0,
             )
-            yield started
+            yield head
         finally:
             process.send_signal(signal.SIGTERM)
             process.wait(timeout=60.0)
@@ -153,7 +155,7 @@ def has_started(process: subprocess.Popen[bytes], log: Path) -> bool:
 
 
 def free_ports(number: int) -> list[int]:
-    """Free ports, all different, since all are held at once."""
+    """Find different free ports, since all are bound at once."""
     listeners = [socket.create_server((HOST, 0)) for _ in range(number)]
     ports = [listener.getsockname()[1] for listener in listeners]
     for listener in listeners:
@@ -161,13 +163,13 @@ def free_ports(number: int) -> list[int]:
     return ports
 
 
-def working_tree(folder: Path) -> Path:
-    """A copy of the three packages that differs from the installed sources: if an actor ran the
-    installed ones, the run would be refused."""
+def copy_working_tree(folder: Path) -> Path:
+    """Copy the three packages and change the copy: if an actor ran the installed sources, the run
+    would be refused."""
     for package in ("elastic", "actors", "pipelines"):
         copytree(ROOT / package, folder / package, ignore=ignore_patterns("__pycache__"))
     with (folder / "elastic" / "__init__.py").open("a") as file:
-        file.write("# Not what is installed.\n")
+        file.write("# Differs from the installed sources.\n")
     (folder / "mine.py").write_text(
         "from pipelines.run.recipes import tiny\n\n\ndef small():\n    return tiny()\n"
     )

@@ -41,22 +41,22 @@ class Switch:
 
 
 @contextmanager
-def networked(number: int) -> Iterator[tuple[Switch, list[Host]]]:
+def connect_hosts(number: int) -> Iterator[tuple[Switch, list[Host]]]:
     """Connect `number` hosts to one switch; skip the test if the system does not permit it."""
     switch = Switch(f"elastic-{os.getpid()}-switch")
     names = [f"elastic-{os.getpid()}-{i}" for i in range(1, number + 1)]
     hosts = [Host(name, f"10.77.0.{i}", f"cable{i}") for i, name in enumerate(names, 1)]
-    made: list[str] = []
+    namespaces: list[str] = []
     try:
         for name in (switch.name, *names):
-            made += _namespace(name)
+            namespaces += _namespace(name)
         _try("-n", switch.name, "link", "add", "switch", "type", "bridge")
         ip("-n", switch.name, "link", "set", "switch", "up")
         for host in hosts:
             _connect(switch, host)
         yield switch, hosts
     finally:
-        for name in made:
+        for name in namespaces:
             ip("netns", "delete", name)
 
 

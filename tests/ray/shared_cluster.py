@@ -1,6 +1,6 @@
 """The Ray cluster shared by all tests of a pytest run that need no private one.
 
-`tests/ray/conftest.py` ends it with the pytest run. A test that leaves anything on it fails.
+`tests/ray/conftest.py` ends it with the pytest run. A test that leaves an actor on it fails.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class SharedCluster:
         return actors
 
     def await_end_of_actors(self, patience_s: float = PATIENCE_S) -> None:
-        """Assert invariant 12: no run has left anything. Kill what is left, and fail the test."""
+        """Assert invariant 12: no run has left an actor. Kill those that are left, and fail."""
         deadline = time.monotonic() + patience_s
-        while (left := self.actors()) and time.monotonic() < deadline:
+        while (remaining := self.actors()) and time.monotonic() < deadline:
             time.sleep(0.2)
-        names = [process.name() for process in left]
-        for process in left:
+        names = [process.name() for process in remaining]
+        for process in remaining:
             with suppress(psutil.NoSuchProcess):
                 process.kill()
         assert not names, f"left behind: {names}"
@@ -85,7 +85,7 @@ _to_close = ExitStack()
 def shared_cluster() -> SharedCluster:
     """The cluster of this pytest run; the first call starts it."""
     if not _cluster:
-        _cluster.append(_to_close.enter_context(_started()))
+        _cluster.append(_to_close.enter_context(_start_cluster()))
     return _cluster[0]
 
 
@@ -96,18 +96,18 @@ def close_shared_cluster() -> None:
 
 
 @contextmanager
-def _started() -> Iterator[SharedCluster]:
+def _start_cluster() -> Iterator[SharedCluster]:
     with ray_folder() as folder:
-        ours = {"RAY_TMPDIR": folder, "RAY_NODE_TYPE_NAME": NODE_TYPE}
-        before = {name: os.environ.get(name) for name in ours}
-        os.environ.update(ours)
-        made = Path(folder, "ray")
-        made.mkdir()
-        head = {"num_cpus": NUM_CPUS, "temp_dir": str(made)}
+        variables = {"RAY_TMPDIR": folder, "RAY_NODE_TYPE_NAME": NODE_TYPE}
+        old_values = {name: os.environ.get(name) for name in variables}
+        os.environ.update(variables)
+        ray_temp_folder = Path(folder, "ray")
+        ray_temp_folder.mkdir()
+        head = {"num_cpus": NUM_CPUS, "temp_dir": str(ray_temp_folder)}
         try:
             cluster = Cluster(initialize_head=True, head_node_args=head)
         finally:
-            for name, value in before.items():
+            for name, value in old_values.items():
                 if value is None:
                     del os.environ[name]
                 else:
@@ -121,7 +121,7 @@ def _started() -> Iterator[SharedCluster]:
 @contextmanager
 def elastic_train(storage: Path, *arguments: str) -> Iterator[Command]:
     """Start `elastic train ARGUMENTS` with run name `run` on the shared cluster; at the end, assert
-    that nothing is left of the run."""
+    that no actor is left."""
     with on_shared_cluster("train", storage, *arguments, "--run-name", "run") as command:
         yield command
 

@@ -28,7 +28,9 @@ def cluster(request: pytest.FixtureRequest) -> Iterator[None]:
 def test_auto_uses_the_only_gpu_type_present(cluster: None) -> None:
     of_l4 = {"num_cpus": 0, "num_gpus": 1, "accelerator_type": "L4"}
     assert choose_resources("auto") == choose_resources("L4") == of_l4
-    assert choose_resources("H100") == {**of_l4, "accelerator_type": "H100"}, "may start"
+    assert choose_resources("H100") == {**of_l4, "accelerator_type": "H100"}, (
+        "the autoscaler may start one"
+    )
     assert choose_resources("gpu") == {"num_cpus": 0, "num_gpus": 1}
     assert choose_resources("cpu") == {"num_cpus": 1}
     with pytest.raises(NoSuchAccelerator, match="a type such as L4"):
@@ -46,7 +48,7 @@ def test_auto_is_refused_with_two_gpu_types(cluster: None) -> None:
 @pytest.mark.parametrize(
     "cluster", [pytest.param((2,), marks=pytest.mark.soak), (0,)], indirect=True
 )
-def test_without_gpus(cluster: None) -> None:
+def test_auto_on_a_cluster_without_gpus_uses_cpus_or_is_refused(cluster: None) -> None:
     if ray.cluster_resources().get("CPU"):
         assert choose_resources("auto") == {"num_cpus": 1}
         return

@@ -14,10 +14,10 @@ import psutil
 import pytest
 import yaml
 from command_line import PATIENCE_S, ROOT, Command, processes_of
-from head import Head, head, wait_for
+from head import Head, start_head, wait_for
 from ray.autoscaler._private.util import prepare_config
-from test_job_submit import files_of, place
-from unhurried import SETTINGS, assert_one_lineage
+from slow_run import SETTINGS, assert_one_lineage
+from test_job_submit import run_of_storage, storage_options
 
 pytestmark = [pytest.mark.timeout(1200), pytest.mark.soak]
 HEAD_ID = "fffffffffffffffffffffffffffffffffffffffffffffffffff00000"
@@ -61,7 +61,7 @@ def node_types(cluster: Head) -> list[str]:
     """The types of the machines besides the head."""
     types = []
     for process in processes_of(cluster.folder):
-        with suppress(psutil.NoSuchProcess):  # it is ending
+        with suppress(psutil.NoSuchProcess):  # the process has ended meanwhile
             if process.name() == "raylet":
                 types.append(process.environ().get("RAY_NODE_TYPE_NAME", ""))
     return sorted(name for name in types if name)
@@ -75,46 +75,46 @@ def kill_node_of(pid: int) -> None:
         os.kill(process.pid, signal.SIGKILL)
 
 
-def command(storage: Path, workers: str, num_steps: int) -> list[str]:
+def train_command(storage: Path, workers: str, num_steps: int) -> list[str]:
     """A command that uses the installed sources: the nodes share one folder for working directories
     here, and each would overwrite those of the others."""
-    given = ["tiny", "--workers", workers, "--steps", str(num_steps)]
+    arguments = ["tiny", "--workers", workers, "--steps", str(num_steps)]
     for setting in (*SETTINGS, "accelerator=L4"):
-        given += ["--set", setting]
-    return ["python", "-m", "pipelines", "train", *given, *place(storage)]
+        arguments += ["--set", setting]
+    return ["python", "-m", "pipelines", "train", *arguments, *storage_options(storage)]
 
 
-def await_members(cluster: Head, files: Command, number: int) -> None:
+def wait_for_members(cluster: Head, run: Command, number: int) -> None:
     deadline = time.monotonic() + 2 * PATIENCE_S
-    while num_members(files) != number:
+    while num_members(run) != number:
         log = cluster.log("grows")
         assert cluster.details("grows")["status"] in ("PENDING", "RUNNING"), log
         assert time.monotonic() < deadline, log
 
 
-def num_members(files: Command) -> int:
-    resumes = files.lines("Resume")
+def num_members(run: Command) -> int:
+    resumes = run.lines("Resume")
     return len(resumes[-1]["workers"]) if resumes else 0
 
 
-def await_without(files: Command, worker: str) -> dict[str, Any]:
+def wait_for_generation_without(run: Command, worker: str) -> dict[str, Any]:
     """Wait for the first generation without this worker, and ten steps more; return its resume."""
 
     def resume() -> dict[str, Any]:
-        newest: dict[str, Any] = files.lines("Resume")[-1]
+        newest: dict[str, Any] = run.lines("Resume")[-1]
         return newest
 
-    wait_for(lambda: worker not in resume()["workers"], f"the others go on without {worker}")
-    await_ten_steps(files, resume())
+    wait_for(lambda: worker not in resume()["workers"], f"a generation without {worker}")
+    wait_for_ten_steps(run, resume())
     return resume()
 
 
-def await_ten_steps(files: Command, resume: dict[str, Any]) -> None:
-    wait_for(lambda: files.metrics()[-1]["step"] >= resume["step"] + 10, "ten steps")
+def wait_for_ten_steps(run: Command, resume: dict[str, Any]) -> None:
+    wait_for(lambda: run.metrics()[-1]["step"] >= resume["step"] + 10, "ten steps")
 
 
-def drain_node_of(cluster: Head, files: Command, worker: str) -> None:
-    [node] = [line["node"] for line in files.lines("WorkerReady") if line["worker"] == worker]
+def drain_node_of(cluster: Head, run: Command, worker: str) -> None:
+    [node] = [line["node"] for line in run.lines("WorkerReady") if line["worker"] == worker]
     options = ("--reason", "DRAIN_NODE_REASON_PREEMPTION", "--reason-message", "a test")
     options += ("--deadline-remaining-seconds", str(NOTICE_S))
     ended = cluster.ray("drain-node", "--address", cluster.address, "--node-id", node, *options)
@@ -124,48 +124,50 @@ def drain_node_of(cluster: Head, files: Command, worker: str) -> None:
 def test_run_grows_drains_survives_a_node_loss_and_releases_all(tmp_path: Path) -> None:
     """Four spot machines come at once, two on demand later. One node is drained, one is killed with
     all its processes, and the autoscaler replaces them."""
-    files = files_of(tmp_path)
-    come = tmp_path / "come"
-    lacking = partial(autoscaling, lacking={"l4": str(come)})
-    with head(0, autoscaling=lacking, **ENVIRONMENT) as cluster:
-        cluster.submit("grows", None, *command(tmp_path, "2:6", 100_000))
-        await_members(cluster, files, 4)
-        come.touch()
-        await_members(cluster, files, 6)
+    run = run_of_storage(tmp_path)
+    capacity_file = tmp_path / "come"
+    autoscaling_config = partial(autoscaling, lacking={"l4": str(capacity_file)})
+    with start_head(0, autoscaling=autoscaling_config, **ENVIRONMENT) as cluster:
+        cluster.submit("grows", None, *train_command(tmp_path, "2:6", 100_000))
+        wait_for_members(cluster, run, 4)
+        capacity_file.touch()
+        wait_for_members(cluster, run, 6)
         assert node_types(cluster) == ["l4", "l4", *["l4-spot"] * 4]
-        grown = files.lines("Resume")[-1]
-        await_ten_steps(files, grown)
-        draining, victim = grown["workers"][-2:]
-        drain_node_of(cluster, files, draining)
-        left = await_without(files, draining)
-        assert not [line for line in files.lines("Abort") if line["time"] < left["time"]]
-        kill_node_of(files.pid_of(victim))
-        await_without(files, victim)
+        resume = run.lines("Resume")[-1]
+        wait_for_ten_steps(run, resume)
+        draining, victim = resume["workers"][-2:]
+        drain_node_of(cluster, run, draining)
+        resume_without_drained = wait_for_generation_without(run, draining)
+        assert not [
+            line for line in run.lines("Abort") if line["time"] < resume_without_drained["time"]
+        ]
+        kill_node_of(run.pid_of(victim))
+        wait_for_generation_without(run, victim)
         cluster.ray("job", "stop", "grows")
-        wait_for(lambda: files.lines("Stopped"), "the end")
+        wait_for(lambda: run.lines("Stopped"), "the end")
         wait_for(lambda: not node_types(cluster), "the end of idle machines")
-    [stopped] = files.lines("Stopped")
+    [stopped] = run.lines("Stopped")
     assert stopped["outcome"] == "interrupted"
-    assert victim in [line["worker"] for line in files.lines("WorkerLost")]
-    assert [line["cause"] for line in files.lines("NodeDraining")] == ["Ray drains it"]
-    assert_one_lineage(files)
+    assert victim in [line["worker"] for line in run.lines("WorkerLost")]
+    assert [line["cause"] for line in run.lines("NodeDraining")] == ["Ray drains it"]
+    assert_one_lineage(run)
 
 
 def test_without_spot_capacity_only_the_rest_runs_on_demand(tmp_path: Path) -> None:
     """Ray's autoscaler requests the spot machines again and again; it takes on demand only what
     exceeds their `max_workers`."""
-    files = files_of(tmp_path)
-    lacking = partial(autoscaling, lacking={"l4-spot": str(tmp_path / "never")})
-    with head(0, autoscaling=lacking, **ENVIRONMENT) as cluster:
+    run = run_of_storage(tmp_path)
+    autoscaling_config = partial(autoscaling, lacking={"l4-spot": str(tmp_path / "never")})
+    with start_head(0, autoscaling=autoscaling_config, **ENVIRONMENT) as cluster:
         for name, text in (
             ("auto", "choose what its autoscaler starts"),
             ("L5", "knows no accelerator of that name"),
         ):
-            unknown = [*command(tmp_path, "2:6", 20), "--set", f"accelerator={name}"]
+            unknown = [*train_command(tmp_path, "2:6", 20), "--set", f"accelerator={name}"]
             cluster.submit(name, None, *unknown)
             assert cluster.await_end(name)["driver_exit_code"] == 2
             assert text in cluster.log(name)
-        cluster.submit("lacking", None, *command(tmp_path, "2:6", 20))
+        cluster.submit("lacking", None, *train_command(tmp_path, "2:6", 20))
         ended = cluster.await_end("lacking")
         assert ended["status"] == "SUCCEEDED", cluster.log("lacking")
-    assert {len(line["workers"]) for line in files.lines("Resume")} == {2}
+    assert {len(line["workers"]) for line in run.lines("Resume")} == {2}

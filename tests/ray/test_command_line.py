@@ -17,7 +17,7 @@ pytestmark = pytest.mark.timeout(900)
 TINY = ("tiny", "--data", "random", "--set", "dtype=float64")
 
 
-def test_a_killed_worker_is_replaced_and_the_run_completes(tmp_path: Path) -> None:
+def test_killed_worker_is_replaced_and_the_run_completes(tmp_path: Path) -> None:
     with on_own_cluster(
         "train", tmp_path, *TINY, "--workers", "3", "--steps", "400", "--layout", "dp=3",
         "--inject", "kill worker 0 at step 40", "--run-name", "run",
@@ -28,7 +28,7 @@ def test_a_killed_worker_is_replaced_and_the_run_completes(tmp_path: Path) -> No
     assert code == 0, output
     members = [sorted(workers) for workers in resumes]
     assert members == [["w0", "w1", "w2"], ["w1", "w2"], ["w1", "w2", "w3"]]
-    assert [line["step"] for line in metrics] == list(range(1, 401)), "nothing redone or lost"
+    assert [line["step"] for line in metrics] == list(range(1, 401)), "no step is repeated or lost"
     assert "w0" in output and "completed" in output
     [run] = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db").search_runs(["1"])
     history = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db").get_metric_history(
@@ -45,7 +45,7 @@ def test_a_killed_worker_is_replaced_and_the_run_completes(tmp_path: Path) -> No
     ("number", "exit_code"),
     [(signal.SIGINT, 130), pytest.param(signal.SIGTERM, 143, marks=pytest.mark.soak)],
 )
-def test_interrupted_run_saves_and_resumes(
+def test_interrupted_run_saves_a_checkpoint_and_resumes(
     tmp_path: Path, number: signal.Signals, exit_code: int
 ) -> None:
     with elastic_train(tmp_path, *TINY, "--workers", "2", "--steps", "100000") as command:
@@ -64,7 +64,7 @@ def test_interrupted_run_saves_and_resumes(
 
 
 @pytest.mark.soak
-def test_second_driver_is_refused_and_a_killed_driver_leaves_nothing(
+def test_second_driver_is_refused_and_a_killed_driver_leaves_no_process(
     tmp_path: Path,
 ) -> None:
     arguments = (*TINY, "--workers", "2", "--steps", "100000", "--run-name", "run")
@@ -77,12 +77,12 @@ def test_second_driver_is_refused_and_a_killed_driver_leaves_nothing(
         num_steps = len(first.metrics())
         first.wait_for_step(num_steps + 5)
         first.process.kill()
-        # `on_own_cluster` asserts that the dead driver leaves nothing behind.
+        # `on_own_cluster` asserts that the dead driver leaves no process behind.
 
 
 @pytest.mark.soak
-def test_a_journal_of_another_format_is_refused(tmp_path: Path) -> None:
-    """Refused in one line; the lease is released and nothing is changed."""
+def test_journal_of_another_format_is_refused(tmp_path: Path) -> None:
+    """The refusal is one line; the lease is released and no file is changed."""
     journal = tmp_path / "run" / "journal.jsonl"
     journal.parent.mkdir()
     journal.write_text('{"time": 1.0, "format": 1, "event": "StoreReady"}\n')
@@ -98,7 +98,7 @@ def test_a_journal_of_another_format_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_workers_killed_and_stopped_from_outside(tmp_path: Path) -> None:
+def test_workers_killed_and_stopped_by_signals_are_replaced(tmp_path: Path) -> None:
     """SIGKILL of one worker and SIGSTOP of another at arbitrary moments."""
     with elastic_train(
         tmp_path, *TINY, "--workers", "2:4", "--steps", "200", "--layout", "dp=2,fsdp=2"
@@ -131,7 +131,7 @@ def test_exception_in_the_model_ends_the_run_with_its_traceback(tmp_path: Path) 
 
 
 @pytest.mark.soak
-def test_custom_recipe_from_another_folder(tmp_path: Path) -> None:
+def test_custom_recipe_of_another_folder_trains(tmp_path: Path) -> None:
     recipe = tmp_path / "mine.py"
     recipe.write_text(
         "from pipelines.run.recipes import tiny\n\n\n"
@@ -146,9 +146,11 @@ def test_custom_recipe_from_another_folder(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_flipped_bit_and_nan_end_the_run_saved(tmp_path: Path) -> None:
-    """The audit finds a flipped bit. Then too many steps in a row are skipped, and the run ends,
-    saved."""
+def test_flipped_bit_is_found_and_skipped_steps_end_the_run_with_a_checkpoint(
+    tmp_path: Path,
+) -> None:
+    """The audit finds a flipped bit. Then too many consecutive steps are skipped, and the run ends
+    with a checkpoint."""
     with elastic_train(
         tmp_path, *TINY, "--workers", "3", "--steps", "400", "--layout", "dp=3",
         "--audit-every", "5", "--set", "max_skipped=2",
@@ -156,11 +158,11 @@ def test_flipped_bit_and_nan_end_the_run_saved(tmp_path: Path) -> None:
         "--inject", "nan in worker 2 at step 20", "--inject", "nan in worker 0 at step 21",
     ) as command:  # fmt: skip
         code, output = command.finish()
-        found, *_ = [line for line in command.lines("Audited") if line["splits"]]
-        last = command.lines("Checkpointed")[-1]["step"]
+        audit, *_ = [line for line in command.lines("Audited") if line["splits"]]
+        checkpointed_step = command.lines("Checkpointed")[-1]["step"]
         skipped = [line["step"] for line in command.metrics() if line["skipped"]]
     assert code == 1, output
-    assert found["splits"] == [[["w0", "w2"], ["w1"]]]
+    assert audit["splits"] == [[["w0", "w2"], ["w1"]]]
     assert "w1 holds different bits than 2 replicas" in output
-    assert skipped == [20, 21] and last == len(command.metrics())
+    assert skipped == [20, 21] and checkpointed_step == len(command.metrics())
     assert "failed: steps 20 to 21 were all skipped" in output

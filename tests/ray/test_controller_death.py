@@ -1,4 +1,4 @@
-"""SIGKILL of the controller, and of drivers, on a real Ray cluster: the workers train on."""
+"""SIGKILL of the controller, and of drivers, on a real Ray cluster: the workers continue."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from pathlib import Path
 
 import psutil
 import pytest
-from command_line import PATIENCE_S, Command, processes_of, read
+from command_line import PATIENCE_S, Command, processes_of, read_lines
 from shared_cluster import SharedCluster, elastic_train
 from test_model_axes import SETTINGS, arguments
 
@@ -27,56 +27,58 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 NUM_STEPS = 240
 
 
-def assert_undisturbed(
+def assert_equals_undisturbed_run(
     command: Command, num_steps: int, settings: tuple[str, ...] = SETTINGS
 ) -> None:
-    """Each step committed once, with the losses of the plain loop and without a restore from
-    storage."""
-    seen, _ = expected(override(load("tiny"), settings), num_steps)
+    """Assert that each step is committed once, with the losses of the plain loop, and that no state
+    is restored from storage."""
+    losses_and_norms, _ = expected(override(load("tiny"), settings), num_steps)
     metrics = command.metrics()
     assert [line["step"] for line in metrics] == list(range(1, num_steps + 1))
     # Rounding errors grow: they are 1e-9 after about 450 steps, and 3e-7 after 600.
-    losses = [loss for loss, _ in seen][:NUM_STEPS]
+    losses = [loss for loss, _ in losses_and_norms][:NUM_STEPS]
     assert [line["loss"] for line in metrics][:NUM_STEPS] == pytest.approx(losses, rel=1e-9)
     assert not command.lines("RolledBack")
     assert len(command.lines("RunOpened")) == 1
 
 
 @pytest.mark.soak
-def test_killed_twice_while_training(tmp_path: Path) -> None:
-    """The same processes train on in the same generation, even while there is no controller."""
-    num_steps = 600  # enough for two absences
+def test_controller_killed_twice_while_training_changes_nothing(tmp_path: Path) -> None:
+    """The same processes continue in the same generation, even while there is no controller."""
+    num_steps = 600  # enough for two restarts
     with elastic_train(tmp_path, *arguments("tiny", "dp=2", "2:2", num_steps)) as command:
         command.wait_for_step(10)
         for number in (1, 2):
-            killed = command.kill_controller()
+            killed_at = command.kill_controller()
             command.wait_until(
                 lambda number=number: len(command.lines("ControllerRestarted")) == number,
-                "the controller's return",
+                "the restart of the controller",
             )
-            back = command.lines("ControllerRestarted")[-1]
+            restarted = command.lines("ControllerRestarted")[-1]
             # A step committed before the SIGKILL may be reported after it; such steps come first.
             command.wait_until(
-                lambda back=back: command.metrics()[-1]["time"] > back["time"],
-                "a step after its return",
+                lambda restarted=restarted: command.metrics()[-1]["time"] > restarted["time"],
+                "a step after the restart",
             )
-            steps = [line for line in command.metrics() if killed < line["time"] < back["time"]]
+            steps = [
+                line for line in command.metrics() if killed_at < line["time"] < restarted["time"]
+            ]
             print(
-                f"back {back['time'] - killed:.2f} s after SIGKILL, "
+                f"back {restarted['time'] - killed_at:.2f} s after SIGKILL, "
                 f"{len(steps)} steps committed meanwhile"
             )
-            assert steps and {line["generation"] for line in steps} == {back["generation"]}
+            assert steps and {line["generation"] for line in steps} == {restarted["generation"]}
             assert not command.lines("Abort") and not command.lines("WorkerLost")
         assert len({line["pid"] for line in command.lines("WorkerReady")}) == 2
         code, output = command.finish()
         assert code == 0, output
-        assert_undisturbed(command, num_steps)
+        assert_equals_undisturbed_run(command, num_steps)
     assert output.count("controller restarted") == 2
 
 
 def is_far_behind(command: Command) -> bool:
     """Whether workers are 110 steps ahead of the metrics. A controller that restarts before that is
-    killed again: workers would still send reports to one that is only stopped."""
+    killed again: workers would still send reports to a controller that is only stopped."""
     is_far = newest_sampled_step(command) > command.metrics()[-1]["step"] + 110
     for process in [] if is_far else processes_of(command.ray_folder):
         with suppress(psutil.NoSuchProcess):
@@ -87,11 +89,11 @@ def is_far_behind(command: Command) -> bool:
 
 def newest_sampled_step(command: Command) -> int:
     """The newest step in the workers' record of samples, which needs no controller."""
-    return max((line["step"] for line in read(command.folder / "samples.jsonl")), default=0)
+    return max((line["step"] for line in read_lines(command.folder / "samples.jsonl")), default=0)
 
 
-def test_controller_is_away_for_100_steps_and_world_rank_0_dies(tmp_path: Path) -> None:
-    """The survivor's committed step is the truth: no step is redone, none lacks its metrics."""
+def test_controller_away_for_100_steps_loses_no_step_when_world_rank_0_dies(tmp_path: Path) -> None:
+    """The survivor has the newest committed step: no step is repeated or lacks its metrics."""
     num_steps, settings = 600, (*SETTINGS, "batch=2")
     run = ["tiny", "--layout", "dp=2", "--workers", "1:2", "--steps", str(num_steps)]
     run += [word for setting in settings for word in ("--set", setting)]
@@ -99,11 +101,13 @@ def test_controller_is_away_for_100_steps_and_world_rank_0_dies(tmp_path: Path) 
         command.wait_for_step(10)
         first = command.lines("Resume")[0]["workers"][0]
         command.kill_controller()
-        command.wait_until(lambda: is_far_behind(command), "110 steps that no controller knows")
+        command.wait_until(
+            lambda: is_far_behind(command), "110 steps that the controller does not know"
+        )
         os.kill(command.pid_of(first), signal.SIGKILL)
         code, output = command.finish()
         assert code == 0, output
-        assert_undisturbed(command, num_steps, settings)
+        assert_equals_undisturbed_run(command, num_steps, settings)
         assert not any(line["missing"] for line in command.metrics())
         known = command.lines("Abort")[0]["committed_step"]
         survived = command.lines("Quiesced")[0]["committed_step"]
@@ -113,7 +117,7 @@ def test_controller_is_away_for_100_steps_and_world_rank_0_dies(tmp_path: Path) 
 
 
 @pytest.mark.soak
-def test_stop_requested_while_the_controller_is_away(tmp_path: Path) -> None:
+def test_stop_request_while_the_controller_is_away_saves_a_checkpoint(tmp_path: Path) -> None:
     """The driver repeats its stop request: last checkpoint, end."""
     with elastic_train(tmp_path, *arguments("tiny", "dp=2", "2:2", 100_000)) as command:
         command.wait_for_step(10)
@@ -128,21 +132,21 @@ def test_stop_requested_while_the_controller_is_away(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_killed_while_workers_start(tmp_path: Path) -> None:
+def test_controller_killed_while_workers_start_starts_no_worker_twice(tmp_path: Path) -> None:
     """The restarted controller does not start the same workers again."""
     with elastic_train(tmp_path, *arguments("tiny", "dp=2", "2:2", 40)) as command:
         command.wait_until(lambda: command.lines("StartWorkers"), "the start of workers")
         command.kill_controller()
         code, output = command.finish()
         assert code == 0, output
-        assert_undisturbed(command, 40)
+        assert_equals_undisturbed_run(command, 40)
         assert len(command.lines("ControllerRestarted")) == 1
         assert len(command.lines("StartWorkers")) == 1
         assert len({line["pid"] for line in command.lines("WorkerReady")}) == 2
 
 
 @pytest.mark.soak
-def test_killed_together_with_a_worker(tmp_path: Path) -> None:
+def test_controller_killed_together_with_a_worker_recovers(tmp_path: Path) -> None:
     """No controller notices the loss, while the other workers wait in a collective."""
     with elastic_train(tmp_path, *arguments("tiny", "dp=3", "1:3", NUM_STEPS)) as command:
         command.wait_for_step(10)
@@ -150,7 +154,7 @@ def test_killed_together_with_a_worker(tmp_path: Path) -> None:
         command.kill_controller()
         code, output = command.finish()
         assert code == 0, output
-        assert_undisturbed(command, NUM_STEPS)
+        assert_equals_undisturbed_run(command, NUM_STEPS)
         assert [line["worker"] for line in command.lines("WorkerLost")] == ["w0"]
         assert {"w1", "w2"} <= set(command.lines("Resume")[1]["workers"])
 
@@ -160,7 +164,9 @@ def test_killed_together_with_a_worker(tmp_path: Path) -> None:
     ("moment", "line", "next_line"),
     [("forming", "Form", "Reshard"), ("resharding", "Reshard", "Resume")],
 )
-def test_killed_during_a_recovery(tmp_path: Path, moment: str, line: str, next_line: str) -> None:
+def test_controller_killed_during_a_recovery_recovers(
+    tmp_path: Path, moment: str, line: str, next_line: str
+) -> None:
     """One worker has died, and another is stopped at the moment at which the controller dies."""
     faults = ("--inject", "kill worker 0 at step 20", "--inject")
     stop = f"stop worker 1 while {moment} before step 20"
@@ -168,21 +174,21 @@ def test_killed_during_a_recovery(tmp_path: Path, moment: str, line: str, next_l
     with elastic_train(tmp_path, *run, *faults, stop) as command:
 
         def is_in_between() -> bool:
-            begun = {row["generation"] for row in command.lines(line)}
-            ended = {row["generation"] for row in command.lines(next_line)}
-            return 2 in begun and 2 not in ended
+            begun_generations = {row["generation"] for row in command.lines(line)}
+            ended_generations = {row["generation"] for row in command.lines(next_line)}
+            return 2 in begun_generations and 2 not in ended_generations
 
         command.wait_until(is_in_between, f"the {line} of generation 2")
         command.kill_controller()
         code, output = command.finish()
         assert code == 0, output
-        assert_undisturbed(command, NUM_STEPS)
+        assert_equals_undisturbed_run(command, NUM_STEPS)
         assert command.lines("ControllerRestarted")
         assert {"w0", "w1"} <= {line["worker"] for line in command.lines("WorkerLost")}
 
 
 @pytest.mark.soak
-def test_workers_outlive_a_controller_that_cannot_take_its_run_for_long(tmp_path: Path) -> None:
+def test_workers_outlive_a_controller_that_gets_its_lease_late(tmp_path: Path) -> None:
     """The new controller greets them before it takes the lease and replays. Without a greeting they
     would end as orphans after 30 s."""
     run = (*arguments("tiny", "dp=2", "2:2", 100_000), "--set", "orphan_timeout_s=30")
@@ -195,9 +201,13 @@ def test_workers_outlive_a_controller_that_cannot_take_its_run_for_long(tmp_path
         time.sleep(36.0)
         lease.unlink()
         away.rename(lease)
-        command.wait_until(lambda: command.lines("ControllerRestarted"), "the controller's return")
+        command.wait_until(
+            lambda: command.lines("ControllerRestarted"), "the restart of the controller"
+        )
         known = command.metrics()[-1]["step"]
-        command.wait_until(lambda: command.metrics()[-1]["step"] > known, "a step after its return")
+        command.wait_until(
+            lambda: command.metrics()[-1]["step"] > known, "a step after the restart"
+        )
         assert not command.lines("WorkerLost")
         assert len({line["pid"] for line in command.lines("WorkerReady")}) == 2
         command.process.terminate()
@@ -205,19 +215,19 @@ def test_workers_outlive_a_controller_that_cannot_take_its_run_for_long(tmp_path
         assert code == 143, output
 
 
-def wait_for(condition: Callable[[], object], what: str) -> None:
+def wait_for(condition: Callable[[], object], awaited: str) -> None:
     deadline = time.monotonic() + PATIENCE_S
     while not condition():
-        assert time.monotonic() < deadline, f"waited too long for {what}"
+        assert time.monotonic() < deadline, f"waited too long for {awaited}"
         time.sleep(0.1)
 
 
-def test_the_driver_of_an_attached_run_is_killed(
-    tmp_path: Path, cluster_of_all: SharedCluster
+def test_attached_run_stops_after_its_driver_is_killed(
+    tmp_path: Path, shared_ray_cluster: SharedCluster
 ) -> None:
     """The run saves a last checkpoint and stops."""
     run = (*arguments("tiny", "dp=2", "2:2", 100_000), "--set", "driver_timeout_s=10")
-    command = cluster_of_all.start(tmp_path, *run)
+    command = shared_ray_cluster.start(tmp_path, *run)
     command.wait_for_step(10)
     command.process.send_signal(signal.SIGKILL)
     command.process.communicate()
@@ -229,14 +239,14 @@ def test_the_driver_of_an_attached_run_is_killed(
 
 @pytest.mark.soak
 def test_detached_run_completes_after_its_controller_dies(
-    tmp_path: Path, cluster_of_all: SharedCluster
+    tmp_path: Path, shared_ray_cluster: SharedCluster
 ) -> None:
     run = arguments("tiny", "dp=2", "2:2", 2 * NUM_STEPS)
-    command = cluster_of_all.start(tmp_path, *run, "--detach")
+    command = shared_ray_cluster.start(tmp_path, *run, "--detach")
     assert command.finish()[0] == 0
     wait_for(lambda: len(command.metrics()) >= 10, "step 10")
-    again = cluster_of_all.start(tmp_path, *run)
-    code, output = again.finish()
+    second = shared_ray_cluster.start(tmp_path, *run)
+    code, output = second.finish()
     assert code == 2, output
     assert sum("drives this run" in line for line in output.splitlines()) == 1
     assert "Traceback" not in output
@@ -244,15 +254,15 @@ def test_detached_run_completes_after_its_controller_dies(
     wait_for(lambda: command.lines("Stopped"), "the end")
     assert command.lines("Stopped")[-1]["outcome"] == "completed"
     assert command.lines("ControllerRestarted")
-    assert_undisturbed(command, 2 * NUM_STEPS)
+    assert_equals_undisturbed_run(command, 2 * NUM_STEPS)
 
 
 @pytest.mark.soak
-def test_of_two_drivers_at_once_one_is_refused(
-    tmp_path: Path, cluster_of_all: SharedCluster
+def test_one_of_two_simultaneous_drivers_is_refused(
+    tmp_path: Path, shared_ray_cluster: SharedCluster
 ) -> None:
     run = arguments("tiny", "dp=2", "2:2", 40)
-    drivers = [cluster_of_all.start(tmp_path, *run) for _ in range(2)]
+    drivers = [shared_ray_cluster.start(tmp_path, *run) for _ in range(2)]
     ended = sorted(driver.finish() for driver in drivers)
     assert [code for code, _ in ended] == [0, 2], ended
     assert "drives this run" in ended[1][1] and "Traceback" not in ended[1][1]

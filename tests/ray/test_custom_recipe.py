@@ -20,7 +20,7 @@ NUM_STEPS = 40
 
 @pytest.mark.soak
 @pytest.mark.timeout(900)
-def test_the_example_is_killed_twice_and_resized_and_equals_a_plain_loop(tmp_path: Path) -> None:
+def test_custom_model_example_killed_and_resized_equals_the_plain_loop(tmp_path: Path) -> None:
     arguments = (
         EXAMPLE, "--workers", "1:3", "--steps", str(NUM_STEPS), "--set", "dtype=float64",
         "--inject", "kill worker 0 at step 8", "--inject", "kill worker 1 at step 16",
@@ -28,16 +28,18 @@ def test_the_example_is_killed_twice_and_resized_and_equals_a_plain_loop(tmp_pat
     with elastic_train(tmp_path, *arguments, "--inject", "remove worker 2 at step 24") as command:
         code, output = command.finish()
         metrics = command.metrics()
-        evaluated = [line["loss"] for line in command.lines("Evaluated")]
+        held_out_losses = [line["loss"] for line in command.lines("Evaluated")]
         lost = {line["worker"] for line in command.lines("WorkerLost")}
     assert code == 0, output
     assert {"w0", "w1"} <= lost
     losses = [line["loss"] for line in metrics]
     assert losses == pytest.approx(plain_losses(load(EXAMPLE)), rel=1e-9)
     assert len({line["world_size"] for line in metrics}) > 1
-    assert evaluated[-1] < evaluated[0], "it learns"
+    assert held_out_losses[-1] < held_out_losses[0], "the held-out loss falls"
     weights = weights_of(tmp_path / "run")
-    assert load(EXAMPLE).model().load_state_dict(weights), "strictly"
+    assert load(EXAMPLE).model().load_state_dict(weights), (
+        "the state dict has exactly the keys of the module"
+    )
 
 
 def plain_losses(recipe: Recipe) -> list[float]:
@@ -49,7 +51,7 @@ def plain_losses(recipe: Recipe) -> list[float]:
     [lr] = {group["lr"] for group in optimizer.param_groups}
     losses = []
     for step in range(1, NUM_STEPS + 1):
-        total = 0.0
+        total_loss = 0.0
         for number in range(settings.num_microbatches):
             first = (step - 1) * settings.batch + number * settings.microbatch
             ids = range(first, first + settings.microbatch)
@@ -58,10 +60,10 @@ def plain_losses(recipe: Recipe) -> list[float]:
             labels = torch.tensor([label for _, label in batch])
             loss = recipe.loss(model, (images, labels)) / settings.num_microbatches
             loss.backward()
-            total += loss.item()
+            total_loss += loss.item()
         for group in optimizer.param_groups:
             group["lr"] = lr * recipe.schedule(step)
         optimizer.step()
         optimizer.zero_grad()
-        losses.append(total)
+        losses.append(total_loss)
     return losses

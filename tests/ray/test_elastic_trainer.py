@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from command_line import PATIENCE_S, ROOT, assert_nothing_is_left, ray_folder, read
+from command_line import PATIENCE_S, ROOT, assert_no_process_left, ray_folder, read_lines
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -22,8 +22,8 @@ pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 class Script:
     """The output of the script, and the folder of its runs."""
 
-    seen: dict[str, Any]
-    shown: str
+    observed: dict[str, Any]
+    output: str
     storage: Path
 
 
@@ -41,13 +41,13 @@ def script(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Script]:
             cwd=ROOT,
         )
         assert ended.returncode == 0, ended.stdout + ended.stderr
-        assert_nothing_is_left(folder)
+        assert_no_process_left(folder)
         *shown, last = ended.stdout.splitlines()
         yield Script(json.loads(last), "\n".join(shown), storage)
 
 
-def test_a_run_survives_a_kill_and_ends_with_a_result(script: Script) -> None:
-    shown = script.seen["fits"]["shown"]
+def test_fit_survives_a_kill_and_returns_a_result(script: Script) -> None:
+    shown = script.observed["fits"]["shown"]
     assert shown["steps"] == list(range(1, 9)) and len(shown["losses"]) == 8
     assert len(shown["generations"]) >= 2, "no worker was killed"
     assert (shown["metrics"]["step"], shown["error"]) == (8, None)
@@ -58,49 +58,52 @@ def test_a_run_survives_a_kill_and_ends_with_a_result(script: Script) -> None:
     assert recipe["recipe"] == "__main__:small" and recipe["settings"]["seed"] == 11
 
 
-def test_verbose_shows_the_run_and_silent_does_not(script: Script) -> None:
-    assert f"run mine: {script.storage / 'mine'}" in script.shown and "w1 lost" in script.shown
-    assert "run broken" not in script.shown and script.shown.count("completed at step") == 1
+def test_only_a_verbose_run_prints_its_progress(script: Script) -> None:
+    assert f"run mine: {script.storage / 'mine'}" in script.output and "w1 lost" in script.output
+    assert "run broken" not in script.output and script.output.count("completed at step") == 1
 
 
-def test_error_in_the_users_code_is_raised_with_its_traceback(script: Script) -> None:
-    failure = script.seen["fits"]["failure"]
+def test_exception_of_the_user_is_raised_with_its_traceback(script: Script) -> None:
+    failure = script.observed["fits"]["failure"]
     assert failure.startswith("run 'broken' failed at step 2") and "Traceback" in failure
 
 
-def test_same_name_resumes_the_run_in_the_background(script: Script) -> None:
-    seen = script.seen["handles"]
-    assert seen["reshard"].startswith("run mine: dp=2 -> fsdp=2 at step ")
-    assert "needs 3 workers" in seen["refusal"] and "\n" not in seen["refusal"]
-    assert seen["timeout"] == "run 'mine' has not ended within 0.1 s"
-    assert (seen["status"]["phase"], seen["status"]["layout"]) == ("training", "fsdp=2")
-    assert seen["representation"].startswith("<run mine: training · ")
-    stopped, before = seen["stopped"], script.seen["fits"]["shown"]
+def test_start_with_the_same_name_resumes_the_run(script: Script) -> None:
+    observed = script.observed["handles"]
+    assert observed["reshard"].startswith("run mine: dp=2 -> fsdp=2 at step ")
+    assert "needs 3 workers" in observed["refusal"] and "\n" not in observed["refusal"]
+    assert observed["timeout"] == "run 'mine' has not ended within 0.1 s"
+    assert (observed["status"]["phase"], observed["status"]["layout"]) == ("training", "fsdp=2")
+    assert observed["representation"].startswith("<run mine: training · ")
+    stopped, before = observed["stopped"], script.observed["fits"]["shown"]
     assert stopped["losses"][:8] == before["losses"] and not math.isnan(stopped["losses"][8])
     assert stopped["steps"] == list(range(1, stopped["metrics"]["step"] + 1))
     assert f"step-{stopped['metrics']['step']:08d}" in stopped["checkpoint"]
-    assert {"layout", "checkpoint", "stopped"} <= set(seen["events"])
+    assert {"layout", "checkpoint", "stopped"} <= set(observed["events"])
 
 
-def test_two_trials_on_one_cluster(script: Script) -> None:
-    seen = script.seen["trials"]
-    assert not seen["errors"] and len(seen["trials"]) == 2
-    runs = [Path(trial["run"]) for trial in seen["trials"]]
-    assert len(set(runs)) == 2 and seen["best"] in map(str, runs)
-    for trial, run in zip(seen["trials"], runs, strict=True):
+def test_tune_runs_two_trials_on_one_cluster(script: Script) -> None:
+    observed = script.observed["trials"]
+    assert not observed["errors"] and len(observed["trials"]) == 2
+    runs = [Path(trial["run"]) for trial in observed["trials"]]
+    assert len(set(runs)) == 2 and observed["best"] in map(str, runs)
+    for trial, run in zip(observed["trials"], runs, strict=True):
         assert trial["step"] == 6 and trial["training_iteration"] == 3
         recipe = json.loads((run / "recipe.json").read_text())
         assert recipe["settings"]["optimizer"]["lr"] == trial["config"]["optimizer.lr"]
-        [stopped] = [x for x in read(run / "journal.jsonl") if x.get("command") == "Stopped"]
+        [stopped] = [x for x in read_lines(run / "journal.jsonl") if x.get("command") == "Stopped"]
         assert stopped["outcome"] == "interrupted" and stopped["step"] >= 6
         assert any((run / "checkpoints").glob(f"step-{stopped['step']:08d}-*/manifest.json"))
 
 
 def test_ray_dataset_is_read_by_index(script: Script) -> None:
-    seen = script.seen["data"]
-    assert sorted(seen["squares"]) == [number**2 for number in range(40)] and seen["again"] == 40
+    observed = script.observed["data"]
+    assert (
+        sorted(observed["squares"]) == [number**2 for number in range(40)]
+        and observed["again"] == 40
+    )
 
 
 def test_ray_stays_initialized_and_no_actor_is_left(script: Script) -> None:
-    assert script.seen["ray_is_kept"]
-    assert not script.seen["left"]
+    assert script.observed["ray_is_kept"]
+    assert not script.observed["left"]

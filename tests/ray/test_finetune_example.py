@@ -8,11 +8,11 @@ import sys
 from pathlib import Path
 
 import pytest
-from command_line import PATIENCE_S, ROOT, assert_nothing_is_left, ray_folder, read
+from command_line import PATIENCE_S, ROOT, assert_no_process_left, ray_folder, read_lines
 
 
 @pytest.mark.soak
-def test_the_example_trains_adapters_that_peft_loads(tmp_path: Path) -> None:
+def test_finetuning_example_trains_adapters_that_peft_loads(tmp_path: Path) -> None:
     with ray_folder() as folder:
         environment = {
             **os.environ,
@@ -32,9 +32,9 @@ def test_the_example_trains_adapters_that_peft_loads(tmp_path: Path) -> None:
             env=environment,
         )
         assert ended.returncode == 0, ended.stdout + ended.stderr
-        assert_nothing_is_left(folder)
+        assert_no_process_left(folder)
     assert ended.stdout.splitlines()[-1].startswith("loaded ")
-    metrics = read(tmp_path / "runs" / "tuned" / "metrics.jsonl")
-    assert [line["step"] for line in metrics] == list(range(1, 31)), "nothing is redone"
+    metrics = read_lines(tmp_path / "runs" / "tuned" / "metrics.jsonl")
+    assert [line["step"] for line in metrics] == list(range(1, 31)), "no step is repeated"
     assert len({line["world_size"] for line in metrics}) > 1
     assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.3

@@ -1,4 +1,4 @@
-"""A worker or its node freezes: the run goes on, and a process that wakes up does no harm."""
+"""A worker or its node freezes: the run continues, and a process that wakes up does no harm."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from pathlib import Path
 import psutil
 import pytest
 from command_line import Command
-from test_ray_notices import a_node_to_drain
-from test_ray_parity import node_of, on_nodes
-from unhurried import assert_one_lineage, unhurried
+from slow_run import assert_one_lineage, slow_run_arguments
+from test_ray_notices import find_drainable_node
+from test_ray_parity import processes_of_node, train_on_nodes
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 NUM_NODES = 3
 HANG_TIMEOUT_S = 5.0
-FOUND_S = 9.0
+MAX_RECOVERY_S = 9.0
 """The worker is suspected after `silence_timeout_s` (5 s), since nodes have no agents yet, or as a
 hang. It is ended a second later; then the others form and commit a step."""
 FROZEN_S = 10.0
@@ -25,31 +25,31 @@ FROZEN_S = 10.0
 
 def freeze(processes: list[psutil.Process]) -> float:
     """Send SIGSTOP to all; return the time."""
-    frozen = time.time()
+    frozen_at = time.time()
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.suspend()
-    return frozen
+    return frozen_at
 
 
-@pytest.mark.parametrize("what", [pytest.param("worker", marks=pytest.mark.soak), "machine"])
-def test_frozen_worker_is_dropped_and_fenced(tmp_path: Path, what: str) -> None:
-    """A frozen worker has been ended before it could wake up. If its whole node was frozen, it
-    wakes up and ends before it has done anything."""
-    train = unhurried("dp=3", f"2:{NUM_NODES}", f"hang_timeout_s={HANG_TIMEOUT_S:g}")
-    with on_nodes(tmp_path, *train, num_nodes=NUM_NODES) as command:
+@pytest.mark.parametrize("frozen_part", [pytest.param("worker", marks=pytest.mark.soak), "machine"])
+def test_frozen_worker_is_dropped_and_fenced(tmp_path: Path, frozen_part: str) -> None:
+    """A frozen worker is killed before it can wake up. If its whole node was frozen, it wakes up
+    and ends at once."""
+    train = slow_run_arguments("dp=3", f"2:{NUM_NODES}", f"hang_timeout_s={HANG_TIMEOUT_S:g}")
+    with train_on_nodes(tmp_path, *train, num_nodes=NUM_NODES) as command:
         command.wait_for_step(20)
-        worker, _, machine = a_node_to_drain(command)
+        worker, _, machine = find_drainable_node(command)
         frozen_worker = psutil.Process(command.pid_of(worker))
-        processes = [frozen_worker] if what == "worker" else machine
-        frozen = freeze(processes)
+        processes = [frozen_worker] if frozen_part == "worker" else machine
+        frozen_at = freeze(processes)
         command.wait_until(lambda: command.metrics()[-1]["generation"] > 1, "the next generation")
         next_step = next(line for line in command.metrics() if line["generation"] > 1)
-        took = next_step["time"] - frozen
-        print(f"{what}: {took:.2f} s from SIGSTOP to the next committed step")
-        assert took < FOUND_S
-        time.sleep(max(0.0, frozen + FROZEN_S - time.time()))
-        assert what == "machine" or not frozen_worker.is_running()
+        recovery_s = next_step["time"] - frozen_at
+        print(f"{frozen_part}: {recovery_s:.2f} s from SIGSTOP to the next committed step")
+        assert recovery_s < MAX_RECOVERY_S
+        time.sleep(max(0.0, frozen_at + FROZEN_S - time.time()))
+        assert frozen_part == "machine" or not frozen_worker.is_running()
         for process in processes:
             with suppress(psutil.NoSuchProcess):
                 process.resume()
@@ -66,29 +66,29 @@ def test_frozen_worker_is_dropped_and_fenced(tmp_path: Path, what: str) -> None:
 
 @pytest.mark.soak
 @pytest.mark.parametrize(("agent", "within_s"), [("dies", 20.0), ("freezes", 60.0)])
-def test_dropped_worker_ends_though_its_agent_loses_the_order(
+def test_dropped_worker_ends_although_its_agent_loses_the_order(
     tmp_path: Path, agent: str, within_s: float
 ) -> None:
-    """A worker that was dropped and still runs ends as soon as Ray ends it, or as soon as it finds
-    itself an orphan."""
+    """A worker that was dropped and still runs ends as soon as Ray kills it, or as soon as it
+    detects that it is an orphan."""
     patience = (f"hang_timeout_s={HANG_TIMEOUT_S:g}", "orphan_timeout_s=30")
-    train = unhurried("dp=2", "1:2", *patience)
-    with on_nodes(tmp_path, *train, num_nodes=2) as command:
+    train = slow_run_arguments("dp=2", "1:2", *patience)
+    with train_on_nodes(tmp_path, *train, num_nodes=2) as command:
         command.wait_for_step(20)
-        worker, _, _ = a_node_to_drain(command)
-        left = psutil.Process(command.pid_of(worker))
-        command.wait_until(lambda: agents_beside(left), "the agent of its node")
-        [its_agent] = agents_beside(left)
-        freeze([its_agent, left])
+        worker, _, _ = find_drainable_node(command)
+        worker_process = psutil.Process(command.pid_of(worker))
+        command.wait_until(lambda: agents_on_node_of(worker_process), "the agent of its node")
+        [agent_process] = agents_on_node_of(worker_process)
+        freeze([agent_process, worker_process])
         command.wait_until(lambda: is_ordered_to_end(command, worker), "the order to end")
-        ordered = time.time()
+        ordered_at = time.time()
         if agent == "dies":
-            its_agent.kill()
-        left.resume()
-        command.wait_until(lambda: not left.is_running(), "its end")
-        took = time.time() - ordered
-        print(f"the agent {agent}: {took:.2f} s from the order to the end")
-        assert took < within_s
+            agent_process.kill()
+        worker_process.resume()
+        command.wait_until(lambda: not worker_process.is_running(), "its end")
+        end_s = time.time() - ordered_at
+        print(f"the agent {agent}: {end_s:.2f} s from the order to the end")
+        assert end_s < within_s
         command.wait_until(lambda: len(command.lines("Resume")) > 2, "a replacement")
         command.process.terminate()
         code, output = command.finish()
@@ -96,9 +96,13 @@ def test_dropped_worker_ends_though_its_agent_loses_the_order(
     assert_one_lineage(command)
 
 
-def agents_beside(process: psutil.Process) -> list[psutil.Process]:
+def agents_on_node_of(process: psutil.Process) -> list[psutil.Process]:
     """The agents on the node of a process."""
-    return [other for other in node_of(process.pid) if other.name().startswith("ray::RayAgent")]
+    return [
+        other
+        for other in processes_of_node(process.pid)
+        if other.name().startswith("ray::RayAgent")
+    ]
 
 
 def is_ordered_to_end(command: Command, worker: str) -> bool:

@@ -10,8 +10,8 @@ from pathlib import Path
 from subprocess import PIPE, Popen
 
 import pytest
-from command_line import Command, read
-from head import Head, head, wait_for, working_tree
+from command_line import Command, read_lines
+from head import Head, copy_working_tree, start_head, wait_for
 from test_model_axes import SETTINGS, arguments
 
 sys.path.append(str(Path(__file__).parents[1] / "processes"))
@@ -31,26 +31,26 @@ SECRET = "hunter2-is-no-good-password"
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[Head]:
     secrets = {"MLFLOW_TRACKING_PASSWORD": SECRET, "AWS_SECRET_ACCESS_KEY": SECRET}
-    with head(num_cpus=3, **secrets) as started:
+    with start_head(num_cpus=3, **secrets) as started:
         yield started
         started.await_end_of_actors()
 
 
 @pytest.fixture(scope="module")
 def tree(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return working_tree(tmp_path_factory.mktemp("tree"))
+    return copy_working_tree(tmp_path_factory.mktemp("tree"))
 
 
-def train(storage: Path, workers: str, steps: int, *more: str) -> list[str]:
+def train(storage: Path, workers: str, steps: int, *options: str) -> list[str]:
     run = arguments("mine.py:small", "dp=2", workers, steps)
-    return ["python", "-m", "pipelines", "train", *run, *more, *place(storage)]
+    return ["python", "-m", "pipelines", "train", *run, *options, *storage_options(storage)]
 
 
-def place(storage: Path) -> list[str]:
+def storage_options(storage: Path) -> list[str]:
     return ["--storage", str(storage), "--run-name", "run"]
 
 
-def files_of(storage: Path) -> Command:
+def run_of_storage(storage: Path) -> Command:
     """The run's files, as a command on this machine sees them."""
     return Command(Popen(["true"]), storage / "run", ray_folder="", address="")
 
@@ -59,23 +59,25 @@ def content_of(file: Path) -> bytes:
     return file.read_bytes() if file.is_file() else b""
 
 
-def assert_undisturbed(run: Command, num_steps: int) -> None:
-    seen, _ = expected(override(load("tiny"), SETTINGS), min(num_steps, NUM_COMPARED))
+def assert_equals_undisturbed_run(run: Command, num_steps: int) -> None:
+    losses_and_norms, _ = expected(override(load("tiny"), SETTINGS), min(num_steps, NUM_COMPARED))
     metrics = run.metrics()
-    assert [line["step"] for line in metrics] == list(range(1, num_steps + 1)), "redone or lost"
-    losses = [loss for loss, _ in seen][:NUM_COMPARED]
+    assert [line["step"] for line in metrics] == list(range(1, num_steps + 1)), (
+        "steps are repeated or lost"
+    )
+    losses = [loss for loss, _ in losses_and_norms][:NUM_COMPARED]
     assert [line["loss"] for line in metrics][:NUM_COMPARED] == pytest.approx(losses, rel=1e-9)
 
 
-def test_a_worker_is_killed_and_the_job_succeeds(tmp_path: Path, cluster: Head, tree: Path) -> None:
+def test_job_with_a_killed_worker_succeeds(tmp_path: Path, cluster: Head, tree: Path) -> None:
     cluster.submit("killed", tree, *train(tmp_path, "1:3", NUM_STEPS))
-    run = files_of(tmp_path)
+    run = run_of_storage(tmp_path)
     wait_for(lambda: len(run.metrics()) >= 20, "step 20")
     os.kill(run.pid_of("w1"), signal.SIGKILL)
     ended = cluster.await_end("killed")
     log = cluster.log("killed")
     assert (ended["status"], ended["driver_exit_code"]) == ("SUCCEEDED", 0), log
-    assert_undisturbed(run, NUM_STEPS)
+    assert_equals_undisturbed_run(run, NUM_STEPS)
     assert [line["worker"] for line in run.lines("WorkerLost")] == ["w1"]
     lost = [line for line in log.splitlines() if "w1 lost: its process died" in line]
     assert len(lost) == 1, log
@@ -87,12 +89,12 @@ def test_a_worker_is_killed_and_the_job_succeeds(tmp_path: Path, cluster: Head, 
 
 
 @pytest.mark.soak
-def test_a_stopped_job_saves_without_its_driver_and_resumes(
+def test_stopped_job_saves_a_checkpoint_and_resumes(
     tmp_path: Path, cluster: Head, tree: Path
 ) -> None:
     """The same name is submitted at once, while the stopped run may still be saving."""
     cluster.submit("stopped", tree, *train(tmp_path, "2:2", 100_000))
-    run = files_of(tmp_path)
+    run = run_of_storage(tmp_path)
     wait_for(lambda: len(run.metrics()) >= 20, "step 20")
     assert cluster.ray("job", "stop", "stopped").returncode == 0
     assert cluster.await_end("stopped")["status"] == "STOPPED"
@@ -106,17 +108,17 @@ def test_a_stopped_job_saves_without_its_driver_and_resumes(
     resharded = [line for line in run.lines("Resharded") if line["source"] == "checkpoint"]
     assert [line["step"] for line in resharded] == [first["step"]]
     assert not run.lines("RolledBack")
-    assert_undisturbed(run, num_steps)
+    assert_equals_undisturbed_run(run, num_steps)
     cluster.await_end_of_actors()
 
 
 @pytest.mark.soak
-def test_next_job_waits_for_one_whose_driver_was_killed(
+def test_next_job_waits_for_a_run_with_a_killed_driver(
     tmp_path: Path, cluster: Head, tree: Path
 ) -> None:
     """The driver gets no signal: the controller notices, saves and ends; the next job resumes."""
     cluster.submit("silenced", tree, *train(tmp_path, "2:2", 100_000))
-    run = files_of(tmp_path)
+    run = run_of_storage(tmp_path)
     wait_for(lambda: len(run.metrics()) >= 20, "step 20")
     os.kill(int(cluster.details("silenced")["driver_info"]["pid"]), signal.SIGKILL)
     ended = cluster.await_end("silenced")
@@ -147,7 +149,7 @@ def test_job_status_has_the_exit_code(tmp_path: Path, cluster: Head, tree: Path)
     assert not (tmp_path / "run").exists()
 
 
-def test_without_the_token_nothing_is_submitted(cluster: Head, tree: Path) -> None:
+def test_submission_without_the_token_is_refused(cluster: Head, tree: Path) -> None:
     stranger = {**cluster.environment, "RAY_AUTH_TOKEN": "guessed"}
     ended = Head(cluster.address, cluster.folder, stranger).ray(
         "job", "submit", "--working-dir", str(tree), "--", "true"
@@ -160,11 +162,11 @@ def test_other_sources_on_the_cluster_are_refused_in_one_line(
     tmp_path: Path, cluster: Head
 ) -> None:
     """The files change after the driver, but before the cluster's processes read them."""
-    tree = working_tree(tmp_path / "tree")
+    tree = copy_working_tree(tmp_path / "tree")
     command = [sys.executable, "-m", "pipelines", "train", *arguments("tiny", "dp=2", "2:2", 5)]
     environment = {**cluster.environment, "RAY_ADDRESS": cluster.address, "PYTHONUNBUFFERED": "1"}
     driver = Popen(
-        [*command, *place(tmp_path)],
+        [*command, *storage_options(tmp_path)],
         stdout=PIPE,
         stderr=PIPE,
         text=True,
@@ -178,5 +180,5 @@ def test_other_sources_on_the_cluster_are_refused_in_one_line(
     assert driver.returncode == 2, errors
     [line] = errors.splitlines()
     assert "runs other sources than this command" in line
-    assert not read(tmp_path / "run" / "journal.jsonl")
+    assert not read_lines(tmp_path / "run" / "journal.jsonl")
     cluster.await_end_of_actors()

@@ -9,21 +9,21 @@ from pathlib import Path
 
 import psutil
 import pytest
-from command_line import Command, assert_nothing_is_left, elastic_train, processes_of
+from command_line import Command, assert_no_process_left, elastic_train, processes_of
 from mlflow import MlflowClient
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
-WARM_S = 2.0
+MAX_START_S = 2.0
 TINY = ("tiny", "--data", "random", "--workers", "2")
 
 
-def of_run(command: Command, word: str) -> list[psutil.Process]:
+def processes_of_run(command: Command, word: str) -> list[psutil.Process]:
     """The run's processes with this word in their name or command line."""
     processes = processes_of(command.ray_folder)
     return [p for p in processes if word in " ".join((p.name(), *p.cmdline()))]
 
 
-def test_killed_gcs_ends_the_run_saved(tmp_path: Path) -> None:
+def test_killed_gcs_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
     with elastic_train(tmp_path, *TINY, "--steps", "100000") as command:
         command.wait_for_step(10)
         [gcs] = [p for p in processes_of(command.ray_folder) if p.name() == "gcs_server"]
@@ -31,27 +31,29 @@ def test_killed_gcs_ends_the_run_saved(tmp_path: Path) -> None:
         began = time.monotonic()
         code, output = command.finish()
         print(f"the command ended {time.monotonic() - began:.1f} s after the SIGKILL")
-        assert_nothing_is_left(command.ray_folder, patience_s=2.0)
+        assert_no_process_left(command.ray_folder, patience_s=2.0)
         [stopped] = command.lines("Stopped")
         assert command.lines("Checkpointed")[-1]["step"] == stopped["step"] >= 10
     assert code == 1, output
     [line, *others] = [line for line in output.splitlines() if line.startswith("elastic: ")]
     assert "the GCS at" in line and "is gone" in line
     assert f"saved at step {stopped['step']} in {tmp_path}/run: repeat the command" in line
-    assert all("observer did not answer" in other for other in others), "it was still starting"
-    assert "rpc_client" not in output, "the text of Ray's own end after a minute"
+    assert all("observer did not answer" in other for other in others), (
+        "the observer was still starting"
+    )
+    assert "rpc_client" not in output, "the message with which Ray itself ends after a minute"
 
 
-def test_killed_observers_are_replaced_and_deliver_all(tmp_path: Path) -> None:
+def test_killed_observers_are_replaced_and_deliver_all_metrics(tmp_path: Path) -> None:
     with elastic_train(tmp_path, *TINY, "--steps", "300") as command:
         command.wait_for_step(10)
-        [first] = of_run(command, "RayObserver")
+        [first] = processes_of_run(command, "RayObserver")
         first.kill()
         command.wait_until(
-            lambda: [p for p in of_run(command, "RayObserver") if p.pid != first.pid],
+            lambda: [p for p in processes_of_run(command, "RayObserver") if p.pid != first.pid],
             "another observer",
         )
-        for second in of_run(command, "RayObserver"):
+        for second in processes_of_run(command, "RayObserver"):
             second.suspend()  # so that it cannot deliver the end before it is killed
         while not command.lines("Stopped"):
             time.sleep(0.05)
@@ -70,10 +72,10 @@ def test_killed_observers_are_replaced_and_deliver_all(tmp_path: Path) -> None:
 
 
 def test_standby_snapshot_server_starts_before_the_first_loss(tmp_path: Path) -> None:
-    """Two replicas need no snapshots; the one that is left does."""
+    """Two replicas need no snapshots; a single one does."""
     with elastic_train(tmp_path, *TINY, "--steps", "100000") as command:
         command.wait_for_step(1)
-        servers = of_run(command, "SnapshotServer")
+        servers = processes_of_run(command, "SnapshotServer")
         assert len(servers) == 1 and not command.lines("StartSnapshotServer")
         os.kill(command.pid_of("w0"), signal.SIGKILL)
         command.wait_until(lambda: command.lines("StartSnapshots"), "snapshots")
@@ -81,7 +83,7 @@ def test_standby_snapshot_server_starts_before_the_first_loss(tmp_path: Path) ->
         [order, *_] = command.lines("StartSnapshots")
         latency_s = order["time"] - lost["time"]
         print(f"snapshots started {latency_s:.2f} s after the loss")
-        assert latency_s < WARM_S, "a server that starts only now takes 7 to 17 s"
-        assert of_run(command, "SnapshotServer") == servers
+        assert latency_s < MAX_START_S, "a server without a warm start takes 7 to 17 s"
+        assert processes_of_run(command, "SnapshotServer") == servers
         command.process.send_signal(signal.SIGINT)
         assert command.finish()[0] == 130

@@ -28,20 +28,24 @@ SETTINGS = (
 
 
 def arguments(recipe: str, layout: str, workers: str, steps: int, *inject: str) -> list[str]:
-    given = [recipe, "--layout", layout, "--workers", workers, "--steps", str(steps)]
+    words = [recipe, "--layout", layout, "--workers", workers, "--steps", str(steps)]
     for setting in SETTINGS:
-        given += ["--set", setting]
+        words += ["--set", setting]
     for sentence in inject:
-        given += ["--inject", sentence]
-    return given
+        words += ["--inject", sentence]
+    return words
 
 
-def assert_trained_plainly(command: Command, recipe: str, num_steps: int) -> None:
+def assert_equals_plain_loop(command: Command, recipe: str, num_steps: int) -> None:
     """Each step is committed once, with the losses of the undisturbed plain loop."""
-    seen, _ = expected(override(load(recipe), SETTINGS), num_steps)
+    losses_and_norms, _ = expected(override(load(recipe), SETTINGS), num_steps)
     metrics = command.metrics()
-    assert [line["step"] for line in metrics] == list(range(1, num_steps + 1)), "redone or lost"
-    assert [line["loss"] for line in metrics] == pytest.approx([loss for loss, _ in seen], rel=1e-9)
+    assert [line["step"] for line in metrics] == list(range(1, num_steps + 1)), (
+        "steps are repeated or lost"
+    )
+    assert [line["loss"] for line in metrics] == pytest.approx(
+        [loss for loss, _ in losses_and_norms], rel=1e-9
+    )
     assert not command.lines("RolledBack")
 
 
@@ -53,7 +57,7 @@ def assert_trained_plainly(command: Command, recipe: str, num_steps: int) -> Non
     ],
     ids=["tp and pp", "cp and ep"],
 )
-def test_a_kill_inside_a_group_costs_no_step(
+def test_kill_inside_a_group_loses_no_step(
     tmp_path: Path, recipe: str, layout: str, killed: tuple[str, str]
 ) -> None:
     """Two kills on 8 workers; the second one after the first worker has been replaced."""
@@ -67,26 +71,26 @@ def test_a_kill_inside_a_group_costs_no_step(
     ) as command:  # fmt: skip
         code, output = command.finish()
         assert code == 0, output
-        assert_trained_plainly(command, recipe, 40)
+        assert_equals_plain_loop(command, recipe, 40)
         lost = [line["worker"] for line in command.lines("WorkerLost")]
         pids = {line["worker"]: line["pid"] for line in command.lines("WorkerReady")}
-        last = command.lines("Resume")[-1]["workers"]
+        last_members = command.lines("Resume")[-1]["workers"]
     assert lost == list(killed)
-    stayed = {f"w{i}" for i in range(8)} - set(killed)
-    assert stayed <= set(pids) and len(stayed & set(last)) >= 4
+    survivors = {f"w{i}" for i in range(8)} - set(killed)
+    assert survivors <= set(pids) and len(survivors & set(last_members)) >= 4
 
 
 @pytest.mark.parametrize("axis", ["tp", "pp"])
 def test_model_axis_shrinks_and_grows_back(tmp_path: Path, axis: str) -> None:
-    """One of two workers is removed: its whole state moves to the other, then to a replacement."""
+    """One of two workers is removed: its state moves to the other, and later to a replacement."""
     with elastic_train(
         tmp_path,
         *arguments("tiny", f"{axis}=2", "1:2", 400, "remove worker 1 at step 10"),
     ) as command:
-        command.wait_until(lambda: len(command.lines("Resume")) >= 3, "the return")
+        command.wait_until(lambda: len(command.lines("Resume")) >= 3, "the growth")
         code, output = command.finish()
         assert code == 0, output
-        assert_trained_plainly(command, "tiny", 400)
+        assert_equals_plain_loop(command, "tiny", 400)
         layouts = [line["layout"] for line in command.lines("Resume")]
         workers = [sorted(line["workers"]) for line in command.lines("Resume")]
     assert workers == [["w0", "w1"], ["w0"], ["w0", "w2"]]

@@ -14,7 +14,7 @@ from shared_cluster import NUM_CPUS, SharedCluster
 
 @pytest.mark.slow
 def test_doctor_finds_no_problem_on_a_healthy_cluster(
-    tmp_path: Path, cluster_of_all: SharedCluster
+    tmp_path: Path, shared_ray_cluster: SharedCluster
 ) -> None:
     ended = subprocess.run(
         [sys.executable, "-m", "pipelines", "doctor", "--storage", str(tmp_path / "runs")],
@@ -23,10 +23,10 @@ def test_doctor_finds_no_problem_on_a_healthy_cluster(
         timeout=200,
         check=False,
         cwd=ROOT,
-        env={**os.environ, "RAY_ADDRESS": cluster_of_all.address},
+        env={**os.environ, "RAY_ADDRESS": shared_ray_cluster.address},
     )
     assert ended.returncode == 0, ended.stdout + ended.stderr
     assert f"1 node, {NUM_CPUS} CPUs" in ended.stdout
     assert "the same sources and versions as here" in ended.stdout
-    assert not cluster_of_all.actors()
+    assert not shared_ray_cluster.actors()
     assert not list(tmp_path.iterdir())

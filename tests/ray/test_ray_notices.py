@@ -1,4 +1,4 @@
-"""A node of a real Ray cluster announces its end: workers leave in time, and nothing is redone."""
+"""A node of a real Ray cluster announces its end: it drains in time, and no step is repeated."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from pathlib import Path
 import psutil
 import pytest
 from command_line import Command
-from test_model_axes import arguments, assert_trained_plainly
-from test_ray_parity import is_needed, node_of, on_nodes
+from test_model_axes import arguments, assert_equals_plain_loop
+from test_ray_parity import hosts_controller_or_store, processes_of_node, train_on_nodes
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 NUM_NODES = 3
@@ -41,7 +41,7 @@ def drain(address: str, node: str) -> tuple[float, float]:
 
 
 @contextmanager
-def pod(address: str) -> Iterator[subprocess.Popen[bytes]]:
+def start_pod(address: str) -> Iterator[subprocess.Popen[bytes]]:
     """A node as in a Kubernetes pod, where the first process gets SIGTERM."""
     process = subprocess.Popen(
         [*RAY, "start", "--address", address, "--num-cpus", "1", "--block"],
@@ -53,22 +53,22 @@ def pod(address: str) -> Iterator[subprocess.Popen[bytes]]:
         yield process
     finally:
         with suppress(psutil.NoSuchProcess):  # it has ended by itself, with its children
-            end(psutil.Process(process.pid).children(recursive=True))
+            kill_all(psutil.Process(process.pid).children(recursive=True))
         process.kill()
         process.wait()
 
 
-def end(processes: list[psutil.Process]) -> None:
+def kill_all(processes: list[psutil.Process]) -> None:
     for process in processes:
         with suppress(psutil.NoSuchProcess):
             process.kill()
 
 
-def a_node_to_drain(command: Command) -> tuple[str, str, list[psutil.Process]]:
+def find_drainable_node(command: Command) -> tuple[str, str, list[psutil.Process]]:
     """A worker on a node without controller and store, that node, and the node's processes."""
     for line in command.lines("WorkerReady"):
-        processes = node_of(line["pid"])
-        if not is_needed(processes):
+        processes = processes_of_node(line["pid"])
+        if not hosts_controller_or_store(processes):
             return line["worker"], line["node"], processes
     raise AssertionError("the run needs every node")
 
@@ -76,23 +76,23 @@ def a_node_to_drain(command: Command) -> tuple[str, str, list[psutil.Process]]:
 @pytest.mark.parametrize("layout", [pytest.param("dp=3", marks=pytest.mark.soak), "fsdp=3"])
 def test_workers_leave_a_draining_node_before_its_deadline(tmp_path: Path, layout: str) -> None:
     train = arguments("tiny", layout, f"2:{NUM_NODES}", NUM_STEPS)
-    with on_nodes(tmp_path, *train, num_nodes=NUM_NODES) as command:
+    with train_on_nodes(tmp_path, *train, num_nodes=NUM_NODES) as command:
         command.wait_for_step(20)
-        worker, node, processes = a_node_to_drain(command)
+        worker, node, processes = find_drainable_node(command)
         earliest, latest = drain(command.address, node)
-        command.wait_until(lambda: len(command.lines("Resume")) >= 2, "the others go on")
+        command.wait_until(lambda: len(command.lines("Resume")) >= 2, "a generation of the others")
         time.sleep(max(0.0, latest - time.time()))
-        end(processes)
+        kill_all(processes)
         code, output = command.finish()
         assert code == 0, output
-        assert_trained_plainly(command, "tiny", NUM_STEPS)
+        assert_equals_plain_loop(command, "tiny", NUM_STEPS)
         [notice] = command.lines("NodeDraining")
         assert (notice["node"], notice["cause"]) == (node, "Ray drains it")
         assert earliest - 1.0 <= notice["deadline"] <= latest + 1.0
-        left = command.lines("Resume")[1]
-        assert worker not in left["workers"]
-        assert left["time"] < notice["deadline"]
-        assert not [line for line in command.lines("Abort") if line["time"] < left["time"]]
+        resume = command.lines("Resume")[1]
+        assert worker not in resume["workers"]
+        assert resume["time"] < notice["deadline"]
+        assert not [line for line in command.lines("Abort") if line["time"] < resume["time"]]
 
 
 @pytest.mark.soak
@@ -100,9 +100,9 @@ def test_sigterm_of_a_pod_drains_its_node(tmp_path: Path) -> None:
     """On SIGTERM Ray drains its own node, without any knowledge of pods."""
     train = arguments("tiny", "dp=3", f"2:{NUM_NODES}", NUM_STEPS)
     with ExitStack() as stack:
-        command = stack.enter_context(on_nodes(tmp_path, *train, num_nodes=NUM_NODES - 1))
+        command = stack.enter_context(train_on_nodes(tmp_path, *train, num_nodes=NUM_NODES - 1))
         command.wait_until(lambda: command.lines("StoreReady"), "the store has its node")
-        node = stack.enter_context(pod(command.address))
+        node = stack.enter_context(start_pod(command.address))
         command.wait_for_step(20)
         [worker] = [
             line["worker"]
@@ -110,12 +110,12 @@ def test_sigterm_of_a_pod_drains_its_node(tmp_path: Path) -> None:
             if psutil.Process(node.pid) in psutil.Process(line["pid"]).parents()
         ]
         node.send_signal(signal.SIGTERM)
-        command.wait_until(lambda: len(command.lines("Resume")) >= 2, "the others go on")
+        command.wait_until(lambda: len(command.lines("Resume")) >= 2, "a generation of the others")
         node.wait(timeout=60)
         code, output = command.finish()
         assert code == 0, output
-        assert_trained_plainly(command, "tiny", NUM_STEPS)
-        [notice], left = command.lines("NodeDraining"), command.lines("Resume")[1]
-        assert worker not in left["workers"]
-        assert left["time"] < notice["deadline"]
-        assert not [line for line in command.lines("Abort") if line["time"] < left["time"]]
+        assert_equals_plain_loop(command, "tiny", NUM_STEPS)
+        [notice], resume = command.lines("NodeDraining"), command.lines("Resume")[1]
+        assert worker not in resume["workers"]
+        assert resume["time"] < notice["deadline"]
+        assert not [line for line in command.lines("Abort") if line["time"] < resume["time"]]

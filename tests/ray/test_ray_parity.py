@@ -12,7 +12,7 @@ import pytest
 from command_line import Command, ray_folder, start
 from ray.cluster_utils import Cluster
 from test_model_axes import arguments
-from test_ray_snapshots import are_protected, assert_nothing_is_lost
+from test_ray_snapshots import assert_recovered_from_snapshots, has_complete_snapshots
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.soak]
 NUM_NODES = 4
@@ -20,7 +20,7 @@ NUM_STEPS = 120
 
 
 @contextmanager
-def on_nodes(storage: Path, *train: str, num_nodes: int = NUM_NODES) -> Iterator[Command]:
+def train_on_nodes(storage: Path, *train: str, num_nodes: int = NUM_NODES) -> Iterator[Command]:
     """`elastic train` on a cluster of `num_nodes` nodes with one CPU each."""
     with ray_folder() as folder:
         head = {"num_cpus": 1, "temp_dir": folder, "labels": {"rack": "r0"}}
@@ -37,32 +37,32 @@ def on_nodes(storage: Path, *train: str, num_nodes: int = NUM_NODES) -> Iterator
             cluster.shutdown()
 
 
-def node_of(pid: int) -> list[psutil.Process]:
+def processes_of_node(pid: int) -> list[psutil.Process]:
     """The processes of a process's node: the raylet's children, then the raylet."""
     raylet = psutil.Process(pid).parent()
     assert raylet is not None
     return [*raylet.children(recursive=True), raylet]
 
 
-def is_needed(processes: list[psutil.Process]) -> bool:
+def hosts_controller_or_store(processes: list[psutil.Process]) -> bool:
     """Whether the run's controller or store is on that node."""
     names = {process.name().removeprefix("ray::") for process in processes}
     return bool(names & {"RayController", "RayStore"})
 
 
-def test_a_whole_node(tmp_path: Path) -> None:
+def test_loss_of_a_node_recovers_from_snapshots(tmp_path: Path) -> None:
     train = arguments("tiny", "fsdp=4", "2:4", NUM_STEPS)
-    with on_nodes(tmp_path, *train, "--set", "snapshot_redundancy=xor:3") as command:
-        command.wait_until(lambda: are_protected(command, 1), "the first snapshots")
+    with train_on_nodes(tmp_path, *train, "--set", "snapshot_redundancy=xor:3") as command:
+        command.wait_until(lambda: has_complete_snapshots(command, 1), "the first snapshots")
         [order] = command.lines("StartSnapshots")
         assert [len(workers) for workers in order["sets"]] == [NUM_NODES]
         assert {len(snapshot_servers) for snapshot_servers in order["snapshot_servers"]} == {1}
         racks = {line["rack"] for line in command.lines("WorkerReady")}
         assert racks == {f"r{number}" for number in range(NUM_NODES)}
         assert {server["rack"] for [server] in order["snapshot_servers"]} == racks
-        nodes = (node_of(line["pid"]) for line in command.lines("WorkerReady"))
-        for process in next(node for node in nodes if not is_needed(node)):
+        nodes = (processes_of_node(line["pid"]) for line in command.lines("WorkerReady"))
+        for process in next(node for node in nodes if not hosts_controller_or_store(node)):
             process.send_signal(signal.SIGKILL)
         code, output = command.finish()
         assert code == 0, output
-        assert_nothing_is_lost(command, NUM_STEPS)
+        assert_recovered_from_snapshots(command, NUM_STEPS)

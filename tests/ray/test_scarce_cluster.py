@@ -1,4 +1,4 @@
-"""Gang back-off: a run that cannot get its minimum of workers releases all and retries."""
+"""Gang back-off: a run that cannot get its minimum of workers releases all of them and retries."""
 
 from __future__ import annotations
 
@@ -14,20 +14,22 @@ from test_model_axes import arguments
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 NUM_STEPS = 30
-IMPATIENT = ("--set", "gang_timeout_s=15")
+SHORT_GANG_TIMEOUT = ("--set", "gang_timeout_s=15")
 
 
 @pytest.fixture
-def joined(cluster_of_all: SharedCluster) -> Iterator[SharedCluster]:
-    ray.init(address=cluster_of_all.address, namespace="elastic", log_to_driver=False)
-    yield cluster_of_all
+def joined(shared_ray_cluster: SharedCluster) -> Iterator[SharedCluster]:
+    ray.init(address=shared_ray_cluster.address, namespace="elastic", log_to_driver=False)
+    yield shared_ray_cluster
     ray.shutdown()
 
 
-def drive(cluster: SharedCluster, storage: Path, num_workers: int, name: str = "run") -> Command:
+def start_run(
+    cluster: SharedCluster, storage: Path, num_workers: int, name: str = "run"
+) -> Command:
     """A run that needs `num_workers` CPUs."""
     run = arguments("tiny", f"dp={num_workers}", f"{num_workers}:{num_workers}", NUM_STEPS)
-    return cluster.start(storage, *run, *IMPATIENT, name=name)
+    return cluster.start(storage, *run, *SHORT_GANG_TIMEOUT, name=name)
 
 
 def assert_trained(command: Command) -> None:
@@ -41,30 +43,31 @@ def test_all_workers_are_released_and_requested_again(
     tmp_path: Path, joined: SharedCluster
 ) -> None:
     @ray.remote(num_cpus=NUM_CPUS - 2)
-    class Other:
-        def is_there(self) -> bool:
+    class OtherJob:
+        def is_running(self) -> bool:
             return True
 
-    other = Other.remote()
-    assert ray.get(other.is_there.remote())
-    command = drive(joined, tmp_path, num_workers=3)
+    other_job = OtherJob.remote()
+    assert ray.get(other_job.is_running.remote())
+    command = start_run(joined, tmp_path, num_workers=3)
     command.wait_until(lambda: len(command.lines("WorkerReady")) == 2, "two of three workers")
     command.wait_until(lambda: len(command.lines("WorkerLost")) == 3, "the end of all three")
     wait_for(lambda: ray.available_resources().get("CPU") == 2, "free CPUs")
     causes = {line["cause"] for line in command.lines("StopWorker")}
     assert causes == {"too few other workers arrived"}
-    ray.kill(other)
+    ray.kill(other_job)
     assert_trained(command)
     assert not command.lines("Abort")
 
 
 @pytest.mark.soak
-def test_two_runs_complete_one_after_the_other(
-    tmp_path: Path, cluster_of_all: SharedCluster
+def test_two_runs_that_exceed_the_cluster_complete_one_after_the_other(
+    tmp_path: Path, shared_ray_cluster: SharedCluster
 ) -> None:
-    """Each needs more than half of the cluster, whichever run's workers start first."""
+    """Each run needs more than half of the cluster, so only one can train at a time."""
     commands = [
-        drive(cluster_of_all, tmp_path / name, NUM_CPUS // 2 + 1, name) for name in ("one", "two")
+        start_run(shared_ray_cluster, tmp_path / name, NUM_CPUS // 2 + 1, name)
+        for name in ("one", "two")
     ]
     for command in commands:
         assert_trained(command)

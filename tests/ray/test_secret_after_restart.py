@@ -11,38 +11,38 @@ from command_line import elastic_train
 
 from actors.runtime.handshake import SECRET_BYTES
 
-TELL_SECRET = """
+WRITE_SECRET = """
 import gc, os, sys, threading, time
 from pathlib import Path
 
-def tell():
+def write_secret():
     while True:
         module = sys.modules.get("actors.worker.worker_options")
         kind = getattr(module, "WorkerOptions", None)
-        for found in gc.get_objects() if kind else ():
-            if type(found) is kind and hasattr(found, "secret"):
-                Path(os.environ["TELL_SECRET_IN"]).write_text(found.secret.hex())
+        for candidate in gc.get_objects() if kind else ():
+            if type(candidate) is kind and hasattr(candidate, "secret"):
+                Path(os.environ["SECRET_FILE"]).write_text(candidate.secret.hex())
                 return
         time.sleep(0.1)
 
 if "train" in sys.orig_argv and "pipelines" in sys.orig_argv:
-    threading.Thread(target=tell, daemon=True).start()
+    threading.Thread(target=write_secret, daemon=True).start()
 """
 """A module that Python imports at its start; it writes the command's secret to a file."""
 
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 
-def test_a_snapshot_is_read_after_the_controllers_restart(
+def test_snapshot_is_read_after_a_restart_of_the_controller(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The restarted controller starts the replacement of a lost worker and gives it the secret. The
     snapshot is in a server that the first controller started. No file of the run or of Ray contains
     the secret."""
-    beside = tmp_path_factory.mktemp("beside")
-    (beside / "sitecustomize.py").write_text(TELL_SECRET)
-    monkeypatch.setenv("PYTHONPATH", str(beside))
-    monkeypatch.setenv("TELL_SECRET_IN", str(beside / "secret"))
+    module_folder = tmp_path_factory.mktemp("module")
+    (module_folder / "sitecustomize.py").write_text(WRITE_SECRET)
+    monkeypatch.setenv("PYTHONPATH", str(module_folder))
+    monkeypatch.setenv("SECRET_FILE", str(module_folder / "secret"))
     with elastic_train(
         tmp_path, "tiny", "--data", "random", "--workers", "2:2", "--layout", "fsdp=2",
         "--steps", "1500",
@@ -50,7 +50,9 @@ def test_a_snapshot_is_read_after_the_controllers_restart(
         command.wait_until(lambda: command.lines("SnapshotServerReady"), "the snapshot server")
         command.wait_for_step(30)
         command.kill_controller()
-        command.wait_until(lambda: command.lines("ControllerRestarted"), "the controller's return")
+        command.wait_until(
+            lambda: command.lines("ControllerRestarted"), "the restart of the controller"
+        )
         step = len(command.metrics())
         command.wait_for_step(step + 20)
         os.kill(command.pid_of("w0"), signal.SIGKILL)
@@ -59,7 +61,7 @@ def test_a_snapshot_is_read_after_the_controllers_restart(
         num_servers = len(command.lines("StartSnapshotServer"))
         command.process.send_signal(signal.SIGINT)
         code, output = command.finish()
-        secret = bytes.fromhex((beside / "secret").read_text())
+        secret = bytes.fromhex((module_folder / "secret").read_text())
         assert len(secret) == SECRET_BYTES
         files = [file for file in tmp_path.rglob("*") if file.is_file()]
         logs = [file for file in Path(command.ray_folder).rglob("*") if file.is_file()]

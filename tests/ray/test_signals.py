@@ -12,7 +12,7 @@ import psutil
 import pytest
 from command_line import (
     Command,
-    assert_nothing_is_left,
+    assert_no_process_left,
     elastic_train,
     processes_of,
     ray_folder,
@@ -44,7 +44,7 @@ def signal_all(command: Command, number: signal.Signals) -> None:
         pytest.param(signal_all, signal.SIGHUP, 129, marks=pytest.mark.soak),
     ],
 )
-def test_signal_to_all_processes_saves_the_run(
+def test_signal_to_all_processes_saves_a_checkpoint(
     tmp_path: Path,
     send: Callable[[Command, signal.Signals], None],
     number: signal.Signals,
@@ -62,7 +62,7 @@ def test_signal_to_all_processes_saves_the_run(
         )
         assert command.lines("Checkpointed")[-1]["step"] == stopped["step"]
         assert not command.lines("WorkerLost") and not command.lines("ControllerRestarted")
-        assert_nothing_is_left(command.ray_folder)
+        assert_no_process_left(command.ray_folder)
         assert session_folders(command.ray_folder) == []
 
 
@@ -70,29 +70,29 @@ def test_two_commands_on_one_machine_both_complete(tmp_path: Path) -> None:
     """Each command has a private cluster; both share the MLflow database. They also remove the
     session folder of a killed command."""
 
-    def begin(folder: str, run_name: str, steps: str) -> Command:
+    def start_train(folder: str, run_name: str, steps: str) -> Command:
         options = ("--run-name", run_name, "--steps", steps)
         return start("train", tmp_path, folder, "", *TINY, *options, run_name=run_name)
 
     with ray_folder() as folder:
-        killed = begin(folder, "killed", "100000")
+        killed = start_train(folder, "killed", "100000")
         killed.wait_until(lambda: killed.lines("RunOpened"), "its start")
         abandoned = session_folders(folder)
         in_use = shared_memory_of(folder)
-        assert any("plasma" in name for name in in_use), "Ray's object store is there"
+        assert any("plasma" in name for name in in_use), "the object store of Ray is in use"
         killed.process.kill()
-        killed.process.communicate()  # its guard ends the rest
-        assert_nothing_is_left(folder)
+        killed.process.communicate()  # its guard ends the other processes
+        assert_no_process_left(folder)
         assert not [name for name in in_use if Path(name).exists()]
-        first = begin(folder, "first", "100")
+        first = start_train(folder, "first", "100")
         first.wait_for_step(1)
-        second = begin(folder, "second", "300")
+        second = start_train(folder, "second", "300")
         for command in (first, second):
             code, output = command.finish()
             assert code == 0, output
         assert len(second.metrics()) == 300
-        assert_nothing_is_left(folder)
-        assert session_folders(folder) == [], f"{abandoned} was that of the killed command"
+        assert_no_process_left(folder)
+        assert session_folders(folder) == [], f"{abandoned} was the session of the killed command"
     runs = MlflowClient(f"sqlite:///{tmp_path}/mlflow.db").search_runs(["1"])
     states = {run.info.run_name: run.info.status for run in runs}
     assert states["first"] == states["second"] == "FINISHED"

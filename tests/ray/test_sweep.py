@@ -8,7 +8,7 @@ import signal
 from pathlib import Path
 
 import pytest
-from command_line import elastic, on_own_cluster, ray_folder, read
+from command_line import elastic, on_own_cluster, ray_folder, read_lines
 from mlflow import MlflowClient
 from ray.cluster_utils import Cluster
 from shared_cluster import on_shared_cluster
@@ -26,15 +26,15 @@ def test_sweep_reports_measured_and_infeasible_layouts(tmp_path: Path) -> None:
         code, output = command.finish()
     assert code == 0, output
     [folder] = (tmp_path / "sweeps").iterdir()
-    one, two, four = json.loads((folder / "sweep.json").read_text())
-    assert [row["verdict"] for row in (one, two, four)] == ["ran", "ran", "not feasible"]
+    dp1, tp2, tp4 = json.loads((folder / "sweep.json").read_text())
+    assert [row["verdict"] for row in (dp1, tp2, tp4)] == ["ran", "ran", "not feasible"]
     assert "tp=4: not feasible: tp=4 does not divide 2" in output
-    assert one["loss"] == pytest.approx(two["loss"], rel=1e-9), "the layouts differ"
-    assert two["param_bytes"] == pytest.approx(one["param_bytes"] / 2, rel=0.05)
-    assert two["optimizer_bytes"] == pytest.approx(one["optimizer_bytes"] / 2, rel=0.05)
-    for row, name in ((one, "dp1"), (two, "tp2")):
+    assert dp1["loss"] == pytest.approx(tp2["loss"], rel=1e-9), "the layouts differ"
+    assert tp2["param_bytes"] == pytest.approx(dp1["param_bytes"] / 2, rel=0.05)
+    assert tp2["optimizer_bytes"] == pytest.approx(dp1["optimizer_bytes"] / 2, rel=0.05)
+    for row, name in ((dp1, "dp1"), (tp2, "tp2")):
         assert 0 < row["peak_bytes"] < 500e6
-        steps = read(folder / name / "metrics.jsonl")
+        steps = read_lines(folder / name / "metrics.jsonl")
         assert len(steps) == 4
         assert min(s["step_s"] for s in steps) <= row["step_s"] <= max(s["step_s"] for s in steps)
     with (folder / "sweep.csv").open() as file:
@@ -47,12 +47,13 @@ def test_sweep_reports_measured_and_infeasible_layouts(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_a_signal_ends_the_whole_sweep(tmp_path: Path) -> None:
+def test_signal_ends_the_whole_sweep(tmp_path: Path) -> None:
     with on_own_cluster(
         "sweep", tmp_path, *TINY, "--layouts", "dp=1; dp=2", "--steps", "100000"
     ) as command:
         command.wait_until(
-            lambda: any(map(read, tmp_path.glob("sweeps/*/dp1/metrics.jsonl"))), "the first step"
+            lambda: any(map(read_lines, tmp_path.glob("sweeps/*/dp1/metrics.jsonl"))),
+            "the first step",
         )
         command.process.send_signal(signal.SIGINT)
         code, output = command.finish()
@@ -62,8 +63,8 @@ def test_a_signal_ends_the_whole_sweep(tmp_path: Path) -> None:
 
 
 @pytest.mark.soak
-def test_a_layout_for_which_no_machines_come_is_given_up(tmp_path: Path) -> None:
-    """A cluster of one CPU that does not grow."""
+def test_layout_without_enough_machines_is_reported_as_not_feasible(tmp_path: Path) -> None:
+    """The cluster has one CPU and does not grow."""
     sweep = ("sweep", *TINY, "--layouts", "dp=2; dp=1", "--steps", "4", "--storage", str(tmp_path))
     with ray_folder() as folder:
         cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "temp_dir": folder})

@@ -45,7 +45,7 @@ def webhook() -> Iterator[tuple[str, list[dict[str, Any]]]]:
         thread.join()
 
 
-def scraped(command: Command) -> str:
+def scrape_metrics(command: Command) -> str:
     """The metrics that Prometheus would scrape from the only node of the command's cluster."""
     [file] = Path(command.ray_folder).glob("ray/session_2*/metrics_export_port_*")
     address = json.loads(next(command.folder.glob("lease/*-*")).read_text())["cluster"]
@@ -54,8 +54,12 @@ def scraped(command: Command) -> str:
         return answer.read().decode()
 
 
-def test_a_run_is_watched_from_outside(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("RAY_NODE_TYPE_NAME", "small")  # as an autoscaler names its machines
+def test_status_logs_and_notifications_follow_a_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(
+        "RAY_NODE_TYPE_NAME", "small"
+    )  # the variable that an autoscaler sets on its machines
 
     def status(*options: str) -> str:
         ended = elastic("status", "run", "--storage", str(tmp_path), *options)
@@ -68,20 +72,20 @@ def test_a_run_is_watched_from_outside(tmp_path: Path, monkeypatch: pytest.Monke
         with elastic_train(tmp_path, *train, *faults, "--notify", url) as command:
             command.wait_until(lambda: len(command.lines("Resume")) > 1, "the replacement")
             command.wait_for_step(len(command.metrics()) + 1)
-            seen = json.loads(status("--json"))
-            assert seen["phase"] == "training" and seen["driver"]["pid"]
-            members = {w["worker"]: (w["world_rank"], w["pid"]) for w in seen["workers"]}
+            report = json.loads(status("--json"))
+            assert report["phase"] == "training" and report["driver"]["pid"]
+            members = {w["worker"]: (w["world_rank"], w["pid"]) for w in report["workers"]}
             assert members == {name: (rank, command.pid_of(name)) for rank, name in enumerate(
                 command.lines("Resume")[-1]["workers"]
             )}  # fmt: skip
-            assert seen["goodput"]["waiting_s"] > 1.0 and seen["goodput"]["compute_s"] > 0.0
-            assert [row["place"] for row in seen["worker_hours"]] == ["small"]
-            page = status()
-            assert "run · training" in page and "w1 lost: its process died" in page
+            assert report["goodput"]["waiting_s"] > 1.0 and report["goodput"]["compute_s"] > 0.0
+            assert [row["place"] for row in report["worker_hours"]] == ["small"]
+            status_page = status()
+            assert "run · training" in status_page and "w1 lost: its process died" in status_page
             command.wait_until(
-                lambda: "ray_elastic_workers{" in scraped(command), "the first metrics"
+                lambda: "ray_elastic_workers{" in scrape_metrics(command), "the first metrics"
             )
-            assert 'run="run"' in scraped(command)
+            assert 'run="run"' in scrape_metrics(command)
             command.process.terminate()
             code, output = command.finish()
             assert code == 143, output
@@ -90,10 +94,10 @@ def test_a_run_is_watched_from_outside(tmp_path: Path, monkeypatch: pytest.Monke
                 assert not file.is_file() or SECRET.encode() not in file.read_bytes(), file
         assert (posted[-1]["event"], posted[-1]["outcome"]) == ("stopped", "interrupted")
         assert [message["event"] for message in posted].count("stopped") == 1
-    seen = json.loads(status("--json"))
-    assert (seen["phase"], seen["driver"], seen["workers"]) == ("interrupted", None, [])
-    begun = time.monotonic()
+    report = json.loads(status("--json"))
+    assert (report["phase"], report["driver"], report["workers"]) == ("interrupted", None, [])
+    start = time.monotonic()
     assert "run · interrupted" in status("--watch")
-    assert time.monotonic() - begun < 60
+    assert time.monotonic() - start < 60
     logs = elastic("logs", "run", "--worker", "w1", "--storage", str(tmp_path))
     assert logs.returncode == 0 and "w1 lost: its process died" in logs.stdout

@@ -53,38 +53,38 @@ def summarize(result: Result) -> dict[str, Any]:
     }
 
 
-def fits(storage: str) -> dict[str, Any]:
+def fit_runs(storage: str) -> dict[str, Any]:
     """Fit a run that is shown and loses a worker, and a run that fails."""
     fault = ["kill worker 1 at step 4"]
-    shown = trainer(storage, "mine", (1, 2), steps=8, inject=fault, verbose=1).fit()
+    result = trainer(storage, "mine", (1, 2), steps=8, inject=fault, verbose=1).fit()
     try:
         trainer(storage, "broken", 1, steps=8, inject=["raise in worker 0 at step 3"]).fit()
     except TrainingFailedError as error:
-        return {"shown": summarize(shown), "failure": str(error)}
+        return {"shown": summarize(result), "failure": str(error)}
     raise AssertionError("it should have failed")
 
 
-def handles(storage: str) -> dict[str, Any]:
+def control_run(storage: str) -> dict[str, Any]:
     """Resume the run in the background: look at it, reshard it, get a refusal, stop it."""
-    seen: dict[str, Any] = {}
+    observed: dict[str, Any] = {}
     with trainer(storage, "mine", 2, steps=ENDLESS, layout="dp=2").start() as run:
         wait_for(run, 10)
-        seen["reshard"] = run.reshard("fsdp=2")
+        observed["reshard"] = run.reshard("fsdp=2")
         try:
             run.reshard("fsdp=3")
         except UserError as error:
-            seen["refusal"] = str(error)
+            observed["refusal"] = str(error)
         try:
             run.result(timeout_s=0.1)
         except TimeoutError as error:
-            seen["timeout"] = str(error)
+            observed["timeout"] = str(error)
         step = len(run.metrics)
         wait_for(run, step + 2)
-        seen["status"] = run.status
-        seen["representation"] = repr(run)
-        seen["stopped"] = summarize(run.stop())
-        seen["events"] = run.events["kind"].tolist()
-    return seen
+        observed["status"] = run.status
+        observed["representation"] = repr(run)
+        observed["stopped"] = summarize(run.stop())
+        observed["events"] = run.events["kind"].tolist()
+    return observed
 
 
 def wait_for(run: Any, step: int) -> None:
@@ -94,7 +94,7 @@ def wait_for(run: Any, step: int) -> None:
         time.sleep(0.1)
 
 
-def trials(storage: str) -> dict[str, Any]:
+def run_trials(storage: str) -> dict[str, Any]:
     """Run two trials at once; Tune ends each long before its last step."""
     trainable = trainer(storage, "unused", 1, steps=ENDLESS).as_trainable(report_every=2)
     grid = tune.Tuner(
@@ -110,13 +110,13 @@ def trials(storage: str) -> dict[str, Any]:
     }
 
 
-def data(storage: str) -> dict[str, Any]:
+def read_ray_data(storage: str) -> dict[str, Any]:
     """Read rows of Ray Data as samples by index; they are written once."""
-    computed = ray.data.range(40).map(lambda row: {"square": row["id"] ** 2})
+    dataset = ray.data.range(40).map(lambda row: {"square": row["id"] ** 2})
     folder = f"{storage}/rows"
-    rows = from_ray_dataset(computed, folder)
-    again = from_ray_dataset(None, folder)
-    return {"squares": [int(row["square"]) for row in rows], "again": len(again)}
+    rows = from_ray_dataset(dataset, folder)
+    reopened = from_ray_dataset(None, folder)
+    return {"squares": [int(row["square"]) for row in rows], "again": len(reopened)}
 
 
 def remaining_actors() -> list[str]:
@@ -133,12 +133,16 @@ def remaining_actors() -> list[str]:
 def main() -> None:
     storage = sys.argv[1]
     ray.init(num_cpus=NUM_CPUS, include_dashboard=False, namespace="mine")
-    before = signal.getsignal(signal.SIGTERM)
-    seen = {"fits": fits(storage), "handles": handles(storage), "trials": trials(storage)}
-    kept = ray.is_initialized() and signal.getsignal(signal.SIGTERM) is before
-    seen |= {"ray_is_kept": kept, "left": remaining_actors()}
-    seen["data"] = data(storage)  # Ray Data keeps actors of its own
-    print(json.dumps(seen, default=str))
+    handler_before = signal.getsignal(signal.SIGTERM)
+    observed = {
+        "fits": fit_runs(storage),
+        "handles": control_run(storage),
+        "trials": run_trials(storage),
+    }
+    is_ray_kept = ray.is_initialized() and signal.getsignal(signal.SIGTERM) is handler_before
+    observed |= {"ray_is_kept": is_ray_kept, "left": remaining_actors()}
+    observed["data"] = read_ray_data(storage)  # Ray Data keeps its actors
+    print(json.dumps(observed, default=str))
 
 
 if __name__ == "__main__":

@@ -81,12 +81,12 @@ class Guard:
         """Record this process as the owner of a session folder; remove those of dead owners."""
         self._session = session
         _write(session, Owner.of(os.getpid()))
-        self._tell(f"folder {session}")
+        self._send_to_guard(f"folder {session}")
         remove_dead_sessions(session.parent)
 
     def note_process(self, pid: int) -> None:
         """Note a process that leads a session (see `os.getsid`) of the cluster."""
-        self._tell(f"process {pid}")
+        self._send_to_guard(f"process {pid}")
 
     def keep_session(self) -> None:
         """Keep the session folder for a day, for its log files."""
@@ -98,7 +98,7 @@ class Guard:
         with suppress(BrokenPipeError, subprocess.TimeoutExpired):
             self._process.communicate(timeout=2 * END_TIMEOUT_S)
 
-    def _tell(self, line: str) -> None:
+    def _send_to_guard(self, line: str) -> None:
         assert self._process.stdin is not None
         with suppress(BrokenPipeError):  # it was killed: the next command's guard does its work
             self._process.stdin.write(f"{line}\n".encode())

@@ -49,4 +49,4 @@ def _remove_other_layers(module: nn.Module, shape: ModelShape, kept_layers: rang
             if isinstance(holder, nn.ModuleDict):
                 del holder[child]
             else:
-                setattr(holder, child, shape.stand_in(holder.get_submodule(child)))
+                setattr(holder, child, shape.make_substitute(holder.get_submodule(child)))

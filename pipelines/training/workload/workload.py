@@ -53,7 +53,7 @@ class ModelShape:
     - `styles`: the `tp` style by module name, where `*` matches any layer number.
     - `experts`: suffixes of the names of the parameters that `ep` shards, in dim 0.
     - `sequence_parallel`: if False, each `tp` rank has the hidden states of all tokens.
-    - `stand_in` makes the substitute for a module that a pipeline stage lacks.
+    - `make_substitute` makes the substitute for a module that a pipeline stage lacks.
     - `make_stage` makes a module run only the given layers.
     """
 
@@ -62,7 +62,7 @@ class ModelShape:
     styles: Mapping[str, Style] = field(default_factory=dict)
     experts: tuple[str, ...] = ()
     sequence_parallel: bool = True
-    stand_in: Callable[[nn.Module], nn.Module | None] = no_substitute
+    make_substitute: Callable[[nn.Module], nn.Module | None] = no_substitute
     make_stage: Callable[[nn.Module, range], None] = keep_module
 
     def style_of(self, module: str) -> Style | None:

@@ -1,6 +1,6 @@
-"""A run in a program of its own, to be killed with all its processes at once.
+"""A run in a separate process group, so that a test can kill all its processes at once.
 
-killed_whole.py FOLDER SETTINGS_JSON WORKERS LAYOUT
+killed_run.py FOLDER SETTINGS_JSON WORKERS LAYOUT
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import sys
 import time
 from pathlib import Path
 
-from harness import Outcome, run_plainly
+from harness import Outcome, run_in_processes
 
 from actors.storage.line_logs import LineLog
 from actors.storage.storage import DiskStorage
@@ -25,7 +25,7 @@ PATIENCE_S = 120.0
 def run_until_killed(
     folder: Path, settings: TrainSettings, workers: int, layout: str, step: int
 ) -> list[dict[str, object]]:
-    """Train until `step` has been committed, then SIGKILL everything; the lines of the metrics."""
+    """Train until `step` is committed, then SIGKILL all processes; return the metrics lines."""
     log = LineLog(DiskStorage(folder), "metrics.jsonl")
     arguments = [str(folder), settings.model_dump_json(), str(workers), layout]
     paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
@@ -38,7 +38,7 @@ def run_until_killed(
     try:
         deadline = time.monotonic() + PATIENCE_S
         while not any(line["step"] >= step for line in log.lines()):
-            assert child.poll() is None and time.monotonic() < deadline, "it does not get on"
+            assert child.poll() is None and time.monotonic() < deadline, "the run makes no progress"
             time.sleep(0.01)
     finally:
         os.killpg(child.pid, signal.SIGKILL)
@@ -47,9 +47,9 @@ def run_until_killed(
 
 
 def main(arguments: list[str]) -> Outcome:
-    folder, settings, workers, layout = arguments
-    told = TrainSettings.model_validate(json.loads(settings))
-    return run_plainly(Path(folder), told, int(workers), layout=layout)
+    folder, settings_json, workers, layout = arguments
+    settings = TrainSettings.model_validate(json.loads(settings_json))
+    return run_in_processes(Path(folder), settings, int(workers), layout=layout)
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A program on one of whose ranks a call in C holds the interpreter's lock, as a tokenizer may."""
+"""A program in which C code on one rank holds the interpreter lock, as a tokenizer may."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A program whose process may not have more memory than a little over what its start took."""
+"""A program in which one process may allocate only a little memory after its start."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from actors.runtime.program import Groups
 from pipelines.run.program import TrainingProgram
 from pipelines.training.replica.replica import ShardedReplica
 
-LEFT_BYTES = 24 << 20
+HEADROOM_BYTES = 24 << 20
 
 
-class StarvedProgram(TrainingProgram):
-    """Real allocations fail once the process has mapped so much more."""
+class LowMemoryProgram(TrainingProgram):
+    """Real allocations fail once the process has mapped `HEADROOM_BYTES` more."""
 
     def __init__(self, settings: dict[str, Any], data_folder: str | None = None) -> None:
         super().__init__(settings, data_folder, device="cpu")
@@ -23,6 +23,6 @@ class StarvedProgram(TrainingProgram):
         replica = super().build(groups)
         if groups.world_rank == groups.layout.num_workers - 1:
             pages = int(Path("/proc/self/statm").read_text().split()[0])
-            bound = pages * resource.getpagesize() + LEFT_BYTES
-            resource.setrlimit(resource.RLIMIT_AS, (bound, resource.RLIM_INFINITY))
+            limit_bytes = pages * resource.getpagesize() + HEADROOM_BYTES
+            resource.setrlimit(resource.RLIMIT_AS, (limit_bytes, resource.RLIM_INFINITY))
         return replica

@@ -1,4 +1,4 @@
-"""A program of which so many processes, the first that begin, have no way to the data."""
+"""A program whose first processes cannot reach the data."""
 
 from __future__ import annotations
 
@@ -8,16 +8,19 @@ from typing import Any
 
 from pipelines.run.program import TrainingProgram
 
-NOBODY = "127.0.0.1:1"
+UNUSED_ADDRESS = "127.0.0.1:1"
 
 
-class CutOffProgram(TrainingProgram):
-    """`NUM_CUT_OFF` of them look for the store where nobody listens; `CUT_OFF_FOLDER` counts."""
+class UnreachableDataProgram(TrainingProgram):
+    """The first `NUM_CUT_OFF` processes get an address at which no server listens.
+
+    `CUT_OFF_FOLDER` holds one file for each of them.
+    """
 
     def __init__(self, settings: dict[str, Any], data_folder: str) -> None:
         if _is_among_the_first(int(os.environ["NUM_CUT_OFF"])):
-            place, _, _ = data_folder.partition("?")
-            data_folder = f"{place}?endpoint_override=http://{NOBODY}&region=us-east-1"
+            url, _, _ = data_folder.partition("?")
+            data_folder = f"{url}?endpoint_override=http://{UNUSED_ADDRESS}&region=us-east-1"
         super().__init__(settings, data_folder, device="cpu")
 
 

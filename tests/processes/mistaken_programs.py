@@ -1,4 +1,4 @@
-"""Programs with one mistake each, for the oracle to find."""
+"""Programs with one mistake each, which the comparison with the plain loop must find."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ MISTAKEN_STEP = 12
 
 
 class ZeroesMoments(ShardedReplica):
-    """Forgets Adam's moments in every re-layout but the first."""
+    """Forgets Adam's moments in every reshard but the first."""
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
         if self.groups.assignment.generation > 1:
@@ -42,7 +42,7 @@ class DoublesASample(ShardedReplica):
 
 
 class ScalesGradients(ShardedReplica):
-    """Divides by three workers where there are four."""
+    """Scales gradients as if there were three workers, where there are four."""
 
     def apply(self, step: int, vote: Vote) -> Applied:
         torch._foreach_mul_(list(self.state.gradients().values()), 4 / 3)
@@ -59,7 +59,7 @@ class SeedsByRank(ShardedReplica):
 
 
 class DiesOfASample(ShardedReplica):
-    """A microbatch of one step ends whoever runs it, as a sample may that breaks the device."""
+    """One microbatch of one step kills each worker that computes it, as a bad sample may."""
 
     def _feed_microbatch(self, step: int, microbatch: int | None) -> Fed:
         if (step, microbatch) == (MISTAKEN_STEP, 5):
@@ -68,7 +68,7 @@ class DiesOfASample(ShardedReplica):
 
 
 class DiesOfAHeldOutSample(ShardedReplica):
-    """The first held-out microbatch ends the worker that evaluates it."""
+    """The first held-out microbatch kills the worker that evaluates it."""
 
     def evaluate(self, step: int, interrupt: Interrupt) -> Evaluation:
         if self.data_shard.data_rank == 0 and self.groups.assignment.generation > 0:

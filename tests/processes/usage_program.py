@@ -1,4 +1,4 @@
-"""A program that writes down, at each build, what its process has gathered."""
+"""A program that records the resources of its process at each build."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from pipelines.run.program import TrainingProgram
 from pipelines.training.replica.replica import ShardedReplica
 
 
-class WatchedProgram(TrainingProgram):
-    """Appends one line a build to `<folder>/usage-<pid>.jsonl`, before it builds."""
+class UsageProgram(TrainingProgram):
+    """Appends one line to `<folder>/usage-<pid>.jsonl` before each build."""
 
     def __init__(self, settings: dict[str, Any], data_folder: str | None = None) -> None:
         super().__init__(settings, data_folder)
@@ -33,7 +33,7 @@ class WatchedProgram(TrainingProgram):
             "num_threads": process.num_threads(),
             "num_python_threads": threading.active_count(),
             "memory_bytes": process.memory_info().rss,
-            "num_modules": sum(isinstance(thing, FSDPModule) for thing in gc.get_objects()),
+            "num_modules": sum(isinstance(obj, FSDPModule) for obj in gc.get_objects()),
         }
         with open(self.folder / f"usage-{os.getpid()}.jsonl", "a") as out:
             out.write(json.dumps(usage) + "\n")

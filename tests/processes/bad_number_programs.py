@@ -1,4 +1,4 @@
-"""Programs whose numbers go bad: in the loss, in the gradients alone, in the sum over the ranks."""
+"""Programs with bad numbers: in the loss, only in the gradients, in the sum over the ranks."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from pipelines.training.replica.replica import ShardedReplica
 from pipelines.training.workload.spread import Spread
 from pipelines.training.workload.workload import Fed, Sums, Workload, output_losses
 
-SPOILT_STEP = 9
-SPOILT_BATCH = 12
+BAD_STEP = 9
+SPIKE_BATCH = 12
 
 
-class Spoilt:
-    """A workload whose losses, and the gradients, can be multiplied."""
+class ScaledWorkload:
+    """A workload that multiplies its losses, or only their gradients, by a factor."""
 
     def __init__(self, workload: Workload) -> None:
         self._workload = workload
@@ -46,50 +46,53 @@ class Spoilt:
         return loss
 
 
-class Spoiling(ShardedReplica):
-    """Decides for each microbatch what becomes of it."""
+class ScalingReplica(ShardedReplica):
+    """Sets the factors of the workload for each microbatch."""
 
     def __init__(self, workload: Workload, settings: TrainSettings, groups: Groups) -> None:
-        self.spoilt = Spoilt(workload)
-        super().__init__(self.spoilt, settings, groups)
+        self.scaled_workload = ScaledWorkload(workload)
+        super().__init__(self.scaled_workload, settings, groups)
 
     def _feed_microbatch(self, step: int, microbatch: int | None) -> Fed:
-        self.spoilt.factor = self.spoilt.gradient_factor = 1.0
+        self.scaled_workload.factor = self.scaled_workload.gradient_factor = 1.0
         if microbatch is not None:
-            self._spoil(step, microbatch)
+            self._set_factors(step, microbatch)
         return super()._feed_microbatch(step, microbatch)
 
-    def _spoil(self, step: int, microbatch: int) -> None:
-        """Set the factors."""
+    def _set_factors(self, step: int, microbatch: int) -> None:
+        """Set the factors of the workload for one microbatch."""
 
 
-class NanLoss(Spoiling):
-    """One microbatch of one step, so one data rank's."""
+class NanLoss(ScalingReplica):
+    """The loss of one microbatch of one step is NaN, so on one data rank."""
 
-    def _spoil(self, step: int, microbatch: int) -> None:
-        if (step, microbatch) == (SPOILT_STEP, 0):
-            self.spoilt.factor = math.nan
-
-
-class InfiniteGradient(Spoiling):
-    """The loss is as it should be."""
-
-    def _spoil(self, step: int, microbatch: int) -> None:
-        if (step, microbatch) == (SPOILT_STEP, 0):
-            self.spoilt.gradient_factor = math.inf
+    def _set_factors(self, step: int, microbatch: int) -> None:
+        if (step, microbatch) == (BAD_STEP, 0):
+            self.scaled_workload.factor = math.nan
 
 
-class NanForEver(Spoiling):
-    """In steps that take long beside the word that goes to the controller and back."""
+class InfiniteGradient(ScalingReplica):
+    """One gradient is infinite, although the loss is right."""
 
-    def _spoil(self, step: int, microbatch: int) -> None:
-        if step >= SPOILT_STEP:
-            self.spoilt.factor = math.nan
+    def _set_factors(self, step: int, microbatch: int) -> None:
+        if (step, microbatch) == (BAD_STEP, 0):
+            self.scaled_workload.gradient_factor = math.inf
+
+
+class AlwaysNan(ScalingReplica):
+    """Each loss from one step on is NaN.
+
+    A step takes longer than a message to the controller and the answer.
+    """
+
+    def _set_factors(self, step: int, microbatch: int) -> None:
+        if step >= BAD_STEP:
+            self.scaled_workload.factor = math.nan
             time.sleep(0.1)
 
 
-class SpikingBatch(Spoiling):
-    """It is in the data: whatever step reads this batch spikes."""
+class SpikingBatch(ScalingReplica):
+    """The loss spikes in each step that reads one batch: the cause is in the data."""
 
     def compute(
         self, step: int, interrupt: Interrupt, skipped_batches: Sequence[int] = ()
@@ -97,32 +100,34 @@ class SpikingBatch(Spoiling):
         self.batch_number = batch_number(step, skipped_batches)
         return super().compute(step, interrupt, skipped_batches)
 
-    def _spoil(self, step: int, microbatch: int) -> None:
-        if self.batch_number == SPOILT_BATCH:
-            self.spoilt.factor = 50.0
+    def _set_factors(self, step: int, microbatch: int) -> None:
+        if self.batch_number == SPIKE_BATCH:
+            self.scaled_workload.factor = 50.0
 
 
-class BadEvaluations(Spoiling):
-    """After two steps the held-out loss is NaN, then infinite both ways; after a third the
-    evaluation counts nothing."""
+class BadEvaluations(ScalingReplica):
+    """The held-out loss is NaN after step 2 and infinite after step 3.
+
+    After step 4 the evaluation counts no tokens.
+    """
 
     def evaluate(self, step: int, interrupt: Interrupt) -> Evaluation:
         if step == 1:
             return super().evaluate(step, interrupt)
-        self.spoilt.factor = {2: math.nan, 3: math.inf}.get(step, 1.0)
-        self.spoilt.counts = step != 4
+        self.scaled_workload.factor = {2: math.nan, 3: math.inf}.get(step, 1.0)
+        self.scaled_workload.counts = step != 4
         try:
             return super().evaluate(step, interrupt)
         finally:
-            self.spoilt.factor, self.spoilt.counts = 1.0, True
+            self.scaled_workload.factor, self.scaled_workload.counts = 1.0, True
 
 
 class BadRate(ShardedReplica):
-    """The schedule gives no finite learning rate at one step."""
+    """The learning rate of one step is not finite."""
 
     def apply(self, step: int, vote: Vote) -> Applied:
         rate = self.state.optimising.rate
-        if step == SPOILT_STEP:
+        if step == BAD_STEP:
             self.state.optimising.rate = lambda step: math.nan
         try:
             return super().apply(step, vote)
@@ -131,28 +136,28 @@ class BadRate(ShardedReplica):
 
 
 class OverflowingSum(ShardedReplica):
-    """What each rank tells is finite, and together it is not."""
+    """The number of each rank is finite, but their sum is not."""
 
     def compute(
         self, step: int, interrupt: Interrupt, skipped_batches: Sequence[int] = ()
     ) -> Tensor:
         sums = super().compute(step, interrupt, skipped_batches)
-        if step == SPOILT_STEP:
+        if step == BAD_STEP:
             sums[2] = 1.7e308
         return sums
 
 
 def _program(replica: type[ShardedReplica]) -> type[TrainingProgram]:
-    class Spoilt(TrainingProgram):
+    class Program(TrainingProgram):
         def build(self, groups: Groups) -> ShardedReplica:
             return replica(self.workload, self.settings, groups)
 
-    return Spoilt
+    return Program
 
 
 nan_loss = _program(NanLoss)
 infinite_gradient = _program(InfiniteGradient)
-nan_for_ever = _program(NanForEver)
+always_nan = _program(AlwaysNan)
 spiking_batch = _program(SpikingBatch)
 overflowing_sum = _program(OverflowingSum)
 bad_evaluations = _program(BadEvaluations)

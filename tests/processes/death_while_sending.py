@@ -1,4 +1,4 @@
-"""A program of which one worker dies while its large messages to all others are half sent."""
+"""A program in which one worker dies while it sends large messages to all others."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ FATAL_STEP = 9
 DOOMED = "w3"
 MESSAGE_BYTES = 128 << 20
 HALF_WAY_S = 0.02
-"""Three such messages over loopback take ten times as long."""
+"""Three such messages take ten times as long over loopback."""
 
 
 class HalfSent(ShardedReplica):
-    """Before one step a worker sends to all others, for as long as it is among them."""
+    """Before one step the doomed worker, if it is a member, sends to all others."""
 
     def compute(
         self, step: int, interrupt: Interrupt, skipped_batches: Sequence[int] = ()

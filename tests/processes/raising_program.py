@@ -1,5 +1,4 @@
-"""A program that raises in one worker amid a step, while the other worker unwinds at once or
-slowly."""
+"""A program in which one worker raises within a step, and the other unwinds at once or slowly."""
 
 from __future__ import annotations
 
@@ -17,8 +16,8 @@ from pipelines.training.replica.replica import ShardedReplica
 FATAL_STEP = 20
 RAISING_RANK = 1
 RAISED, SLOW_S = "RAISED_EXCEPTION", "UNWINDS_FOR_S"
-"""Environment variables: the exception as `Name` or `Name:argument`; for how long the other worker
-is busy in its own code, where nothing interrupts it."""
+"""Environment variables: the exception as `Name` or `Name:argument`; for how many seconds the other
+worker is busy in code that no abort interrupts."""
 
 
 class RaisingReplica(ShardedReplica):
