@@ -79,7 +79,7 @@ def test_single_exception_in_a_command_handler_ends_no_run(kind: str, tmp_path: 
     assert_saved_and_recovered(tmp_path, stopped, kind)
 
 
-@pytest.mark.parametrize("kind", ["next event", "read_journal"])
+@pytest.mark.parametrize("kind", ["next event", "journal"])
 def test_single_exception_in_the_shell_ends_no_run(kind: str, tmp_path: Path) -> None:
     stopped = run_shell(tmp_path, break_shell(kind, 1))
     place = "RunOpened" if kind == "journal" else kind
@@ -117,7 +117,7 @@ def test_event_handler_that_always_raises_ends_the_run_saved(kind: str, tmp_path
     assert_ended_with_traceback(tmp_path, stopped, kind)
 
 
-@pytest.mark.parametrize("kind", [*COMMANDS, "next event", "read_journal"])
+@pytest.mark.parametrize("kind", [*COMMANDS, "next event", "journal"])
 def test_command_handler_that_always_raises_ends_the_run_saved(kind: str, tmp_path: Path) -> None:
     samples = events_that_cause(kind) if kind in ("Abort", "Pause") else ()
     stopped = run_shell(tmp_path, break_shell(kind, 10**9), samples, extra_commands())
