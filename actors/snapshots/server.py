@@ -231,7 +231,7 @@ class SnapshotHost:
         self._acknowledge(connection, received_bytes)
 
     def _acknowledge(self, connection: socket.socket, num_bytes: int) -> None:
-        """Count received bytes, and tell the sender that all have arrived."""
+        """Count received bytes, and confirm to the sender that all have arrived."""
         with self._lock:
             self._received_bytes += num_bytes
         send_message(connection, is_whole=True)

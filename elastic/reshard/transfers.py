@@ -235,7 +235,7 @@ def _gather(
         available = holders.available_holders(old, first_holder)
         if not available:
             raise InvalidReshard(
-                f"'{spec.name}' {region}: no living holder; choose holdings that cover the state"
+                f"'{spec.name}' {region}: no live holder; choose holdings that cover the state"
             )
         source = available[(first_holder + copy_index) % len(available)]
         receives.append((region, holders.transfer_rank[source], source))

@@ -126,7 +126,7 @@ def test_receiver_refuses_a_reshard_if_no_live_holder_has_its_region(
             derive(specs, reduced, worker)
         return
     event("not covered")
-    with pytest.raises(InvalidReshard, match="no living holder"):
+    with pytest.raises(InvalidReshard, match="no live holder"):
         for worker in reduced.participants:
             derive(specs, reduced, worker)
 

@@ -65,7 +65,7 @@ class Fault:
     only_world_rank_0: bool = False
 
     def is_due(self, moment: str, world_rank: int | None) -> bool:
-        """Whether it strikes this passage; counts the passages that it spares."""
+        """Whether it strikes this passage; counts the passages without a fault."""
         if moment != self.moment or (self.only_world_rank_0 and world_rank != 0):
             return False
         self.num_spared -= 1

@@ -305,7 +305,7 @@ def drawn_with_broken_nodes(seed: int) -> Scenario:
     scenario.job = replace(scenario.job, steps=random.choice((60, 200)))
     num_broken = 1 if scenario.num_nodes == 2 else random.choice((1, 2))
     if scenario.num_nodes == 3:
-        num_broken = 1  # the median node must be healthy to tell which are broken
+        num_broken = 1  # the median node must be healthy to show which are broken
     num_broken = min(num_broken, max_workers - 1)  # some worker has a healthy node
     healthy_capacity = scenario.workers_per_node * (scenario.num_nodes - num_broken)
     scenario.policy = replace(

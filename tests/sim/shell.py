@@ -90,7 +90,7 @@ class Records:
         return [StepRecord(**line) for line in self.metrics_log.lines]
 
     def note(self, command: RecordStep) -> None:
-        """Compare the reports of a step: each worker measures its own times. A record that no
+        """Compare the reports of a step: the times of two workers differ. A record that no
         worker has any more may have been written before the controller died."""
         key = (command.record.generation, command.record.step)
         first = replace(self._first.setdefault(key, command.record), time=0.0, step_s=0.0)

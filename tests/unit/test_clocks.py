@@ -9,10 +9,10 @@ from types import UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import pytest
-from test_core import opened
-from test_growth import Life
-from test_hangs import Driven, committed
-from test_quarantine import come, crash_as_they_start, of, with_one_missing
+from test_core import open_run
+from test_growth import SteppedRun
+from test_hangs import SteppedCore, commit_steps
+from test_quarantine import crash_starting_workers, join, make_run_with_a_starting_worker, select
 from test_slow_survivors import lose
 
 from elastic.controller.restart import on_restarted
@@ -130,30 +130,30 @@ def test_every_duty_is_part_of_the_state_and_every_exempt_time_exists() -> None:
     assert {type(duty) for duty in ControllerState().duties()} == set(Duty.__subclasses__())
 
 
-def away(life: Life, seconds: float = AWAY_S) -> list[Any]:
+def away(run: SteppedRun, seconds: float = AWAY_S) -> list[Any]:
     """The controller dies, and is restarted so much later."""
-    stopped_at = life.now
-    life.now += seconds
-    return life.tell(ControllerRestarted(2, stopped_at))
+    stopped_at = run.now
+    run.now += seconds
+    return run.deliver(ControllerRestarted(2, stopped_at))
 
 
 def test_workers_that_wait_for_others_are_not_returned_because_the_controller_was_away() -> None:
-    life = Life(opened(3, 3, gang_timeout_s=300.0, gang_jitter=0.0))
-    come(life, "w0", "a")
-    state = life.core.state
+    run = SteppedRun(open_run(3, 3, gang_timeout_s=300.0, gang_jitter=0.0))
+    join(run, "w0", "a")
+    state = run.core.state
     assert isinstance(state.phase, Waiting)
     due = return_deadline(state)
-    assert due == life.now + 300.0
-    assert not of(StopWorker, away(life))
+    assert due == run.now + 300.0
+    assert not select(StopWorker, away(run))
     assert return_deadline(state) == due + AWAY_S
 
 
 def test_a_node_stays_quarantined_for_as_long_as_if_the_controller_had_not_been_away() -> None:
-    life = with_one_missing(quarantine_after=2, quarantine_s=900.0)
-    assert of(NodeQuarantined, crash_as_they_start(life, "b"))
-    state = life.core.state
+    run = make_run_with_a_starting_worker(quarantine_after=2, quarantine_s=900.0)
+    assert select(NodeQuarantined, crash_starting_workers(run, "b"))
+    state = run.core.state
     due = dict(state.quarantine.until)
-    assert not of(NodeReleased, away(life))
+    assert not select(NodeReleased, away(run))
     assert state.quarantine.until == {node: until + AWAY_S for node, until in due.items()}
 
 
@@ -168,36 +168,38 @@ def test_the_status_shows_the_end_of_a_quarantine_that_an_absence_has_moved() ->
 
 def test_a_run_waits_for_other_capacity_as_long_as_if_the_controller_had_not_been_away() -> None:
     """It lacked workers before it quarantined the node: its patience counts from the quarantine."""
-    life = with_one_missing(quarantine_after=2, quarantine_s=9000.0, quarantine_patience_s=300.0)
-    assert of(NodeQuarantined, crash_as_they_start(life, "b"))
-    state = life.core.state
-    state.quarantine.short_since = life.now - 250.0
+    run = make_run_with_a_starting_worker(
+        quarantine_after=2, quarantine_s=9000.0, quarantine_patience_s=300.0
+    )
+    assert select(NodeQuarantined, crash_starting_workers(run, "b"))
+    state = run.core.state
+    state.quarantine.short_since = run.now - 250.0
     due = quarantine_deadline(state)
     assert due == state.quarantine.past["b"].since + 300.0
-    assert not of(NodeReleased, away(life))
+    assert not select(NodeReleased, away(run))
     assert quarantine_deadline(state) == due + AWAY_S
 
 
 def test_the_time_of_a_reshard_does_not_contain_the_absence_of_the_controller() -> None:
-    driven = committed(Driven(8), 1, 2)
-    lose(driven, "w7")
-    state = driven.core.state
+    run = commit_steps(SteppedCore(8), 1, 2)
+    lose(run, "w7")
+    state = run.core.state
     assert isinstance(state.phase, phases.Forming)
     members = state.phase.attempt.plan.participants
-    driven.tell(*(GroupFormed(worker, state.generation) for worker in members))
+    run.deliver(*(GroupFormed(worker, state.generation) for worker in members))
     assert isinstance(state.phase, Resharding)
-    stopped_at = driven.now
-    driven.now += AWAY_S
-    driven.tell(ControllerRestarted(2, stopped_at))
-    driven.tell(*(StateReady(w, state.generation, 0, 0, 0.0, 1, 1, 2) for w in members))
+    stopped_at = run.now
+    run.now += AWAY_S
+    run.deliver(ControllerRestarted(2, stopped_at))
+    run.deliver(*(StateReady(w, state.generation, 0, 0, 0.0, 1, 1, 2) for w in members))
     assert state.forming.reshard_s < 1.0
 
 
 def test_the_measured_start_of_a_worker_does_not_contain_the_absence_of_the_controller() -> None:
-    life = with_one_missing()
-    state = life.core.state
+    run = make_run_with_a_starting_worker()
+    state = run.core.state
     [starting] = state.membership.records.keys() - state.membership.warm
-    away(life)
-    life.now += 5.0
-    life.tell(WorkerReady(starting, "a", 1, digest="same"))
+    away(run)
+    run.now += 5.0
+    run.deliver(WorkerReady(starting, "a", 1, digest="same"))
     assert state.membership.recent_start_s[-1] < AWAY_S / 2

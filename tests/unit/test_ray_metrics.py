@@ -91,7 +91,7 @@ def test_alerts_have_all_fields() -> None:
     [group] = yaml.safe_load(ALERTS.read_text())["groups"]
     assert {rule["alert"] for rule in group["rules"]} == {
         "ElasticRunWaits",
-        "ElasticStepsStandStill",
+        "ElasticStepsStalled",
         "ElasticNoCheckpoint",
         "ElasticGoodputLow",
     }

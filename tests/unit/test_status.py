@@ -122,7 +122,7 @@ def test_json_status_has_the_same_content(run: WrittenRun, capsys) -> None:
     assert [(w["worker"], w["role"], w["world_rank"]) for w in status["workers"]] == [
         ("w1", "member", 0),
         ("w0", "member", 1),
-        ("w3", "spare", None),
+        ("w3", "standby", None),
         ("w4", "starting", None),
     ]
     assert status["driver"]["pid"] == os.getpid()

@@ -204,7 +204,7 @@ class Membership:
             worker, cause = line["worker"], line["cause"]
             self._draining[worker] = cause
             text = f"{worker} is draining: {cause}"
-            self._note(line, "leaving", text, worker=worker, cause=cause)
+            self._note(line, "worker draining", text, worker=worker, cause=cause)
             return
         node = line["node"]
         for worker in (w for w, place in self.places.items() if place.node == node):

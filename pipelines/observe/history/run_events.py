@@ -12,7 +12,7 @@ from pipelines.observe.history.formatting import duration
 class RunEvent:
     """One event for display; `time` is in seconds since the epoch.
 
-    `kind` is ready, joined, lost, left, leaving, draining, resumed, rolled back, skipped, spike,
+    `kind` is ready, joined, lost, left, draining, worker draining, resumed, rolled back, skipped, spike,
     audit, straggler, quarantined, used again, checkpoint, failed checkpoint, evaluated, starting,
     waiting, layout, refused layout, controller restarted, controller error, controller recovered,
     not finite, nothing counted, stopping or stopped.

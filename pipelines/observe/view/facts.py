@@ -24,7 +24,7 @@ COLOURS = {
     "controller error": "red",
     "spike": "yellow",
     "left": "yellow",
-    "leaving": "yellow",
+    "worker draining": "yellow",
     "refused layout": "yellow",
     "controller restarted": "yellow",
     "draining": "yellow",

@@ -73,7 +73,7 @@ class RunStatus:
             for world_rank, worker in enumerate(membership.ranked)
             if worker in membership.members
         ]
-        for role, workers in (("spare", membership.standbys), ("starting", membership.starting)):
+        for role, workers in (("standby", membership.standbys), ("starting", membership.starting)):
             names = sorted(workers, key=by_number)
             rows += [_worker(self.history, worker, role) for worker in names]
         return rows
@@ -200,7 +200,7 @@ class RunStatus:
         if rows:
             table.add_row("rank", "worker", "node", "pid", "compute", "warm since", style="dim")
         for row in rows[:MAX_WORKERS_SHOWN]:
-            role = "standby" if row["role"] == "spare" else row["role"]
+            role = row["role"]
             rank = role if row["world_rank"] is None else str(row["world_rank"])
             where = (
                 (shortened(row["node"], NODE_LENGTH), str(row["pid"])) if row["pid"] else ("", "")
