@@ -13,7 +13,7 @@ from test_core import open_run
 from test_growth import SteppedRun
 from test_hangs import SteppedCore, commit_steps
 from test_quarantine import crash_starting_workers, join, make_run_with_a_starting_worker, select
-from test_slow_survivors import lose
+from test_slow_survivors import lose_worker
 
 from elastic.controller.restart import on_restarted
 from elastic.duties.gang_backoff import return_deadline
@@ -182,7 +182,7 @@ def test_a_run_waits_for_other_capacity_as_long_as_if_the_controller_had_not_bee
 
 def test_the_time_of_a_reshard_does_not_contain_the_absence_of_the_controller() -> None:
     run = commit_steps(SteppedCore(8), 1, 2)
-    lose(run, "w7")
+    lose_worker(run, "w7")
     state = run.core.state
     assert isinstance(state.phase, phases.Forming)
     members = state.phase.attempt.plan.participants
