@@ -1,4 +1,4 @@
-"""A seeded discrete-event world around the real controller: workers, messages, storage, restarts."""
+"""A seeded discrete-event world around the real controller: workers, messages, storage."""
 
 from __future__ import annotations
 
