@@ -92,10 +92,12 @@ class Records:
     def note(self, command: RecordStep) -> None:
         """Compare the reports of a step: the times of two workers differ. A record that no
         worker has any more may have been written before the controller died."""
-        key = (command.record.generation, command.record.step)
-        first = replace(self._first.setdefault(key, command.record), time=0.0, step_s=0.0)
-        same = replace(command.record, time=0.0, step_s=0.0)
-        assert first == same or command.record.missing, "invariant 8: two reports of a step differ"
+        record = command.record
+        earlier = self._first.setdefault((record.generation, record.step), record)
+        if earlier is record:
+            return
+        first, same = (replace(r, time=0.0, step_s=0.0) for r in (earlier, record))
+        assert first == same or record.missing, "invariant 8: two reports of a step differ"
 
 
 class SimInbox:
@@ -123,7 +125,7 @@ class SimInbox:
         process.end_event()
         if events:
             return events.popleft()
-        deadline, now = process.core.next_deadline(), process.now
+        deadline, now = process.core.newest_deadline, process.now
         if deadline is not None and deadline != self._deadline:
             self._deadline, self._timer_at = deadline, now + max(0.0, deadline - now)
         process.wait(min(timeout, self._timer_at - now), lambda: bool(events))
@@ -142,6 +144,12 @@ class CheckedCore(Core):
     def __init__(self, state: ControllerState, process: ControllerProcess) -> None:
         super().__init__(state)
         self._process = process
+        self.newest_deadline: float | None = None
+        """The last answer of `next_deadline`."""
+
+    def next_deadline(self) -> float | None:
+        self.newest_deadline = super().next_deadline()
+        return self.newest_deadline
 
     def step(self, now: float, event: Event) -> list[Command]:
         self._process.begin_event(now, event)
@@ -224,8 +232,10 @@ class ControllerProcess:
         return self._timeline.now
 
     @property
-    def core(self) -> Core:
-        return self.shell._core
+    def core(self) -> CheckedCore:
+        core = self.shell._core
+        assert isinstance(core, CheckedCore)
+        return core
 
     @property
     def outcome(self) -> Stopped | None:

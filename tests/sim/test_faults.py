@@ -1,6 +1,4 @@
-"""The real shell and core under crashes, hangs, losses and restarts.
-
-Invariants are checked after each event.
+"""The real controller under crashes, hangs, losses and restarts; checks follow each event.
 
 Seeds are new with each commit. A failing run reports its seed, how to replay it, its faults and the
 last events; continuous integration keeps the seed in `kept_seeds.txt`.
