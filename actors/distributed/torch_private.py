@@ -230,7 +230,7 @@ TO_COPY = torch.ops.aten._to_copy.default
 def replace_truncated_normal(fill: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Let `torch.nn.init.trunc_normal_` fill tensors by this function; returns the one before.
 
-    `trunc_normal_` looks it up here. Replacing `trunc_normal_` itself would miss whoever has
+    `trunc_normal_` looks it up here. Replacing `trunc_normal_` itself would miss modules that have
     imported it by name.
     """
     before: Callable[..., Tensor] = nn.init._no_grad_trunc_normal_
