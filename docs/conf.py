@@ -27,7 +27,9 @@ author = "The maintainers"
 html_theme = "furo"
 html_title = project
 html_extra_path = ["site"]
-"""Holds the page at the root of the site, which leads to the index."""
+"""Holds the page at the root of the site, which leads to the README."""
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_show_copyright = False
 html_copy_source = False
 
@@ -35,12 +37,16 @@ extensions = ["myst_parser", "sphinx.ext.autodoc"]
 root_doc = "docs/README"
 include_patterns = ["*.md", "docs/*.md", "benchmarks/README.md"]
 exclude_patterns = ["build", ".venv", "runs", "elastic", "actors", "pipelines", "tests"]
-highlight_language = "text"
+highlight_language = "bash"
+"""Of indented blocks, which hold command lines."""
 default_role = "code"
 
 myst_heading_anchors = 4
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
+
+MAX_WHOLE = 30
+"""The most characters of code in a table that are kept in one line."""
 
 _LINK = re.compile(r"\]\(([^)#]+\.md)\)")
 
@@ -80,6 +86,14 @@ def link_sources(app: Sphinx, doctree: nodes.document) -> None:
         target = nodes.reference("", "", refuri=f"{up}source/{name}.html", internal=True)
         target.extend(link.children)
         link.replace_self(target)
+
+
+def keep_names_whole(app: Sphinx, doctree: nodes.document) -> None:
+    """Browsers break `--run-name` after a hyphen; in tables, short code stays in one line."""
+    for entry in doctree.findall(nodes.entry):
+        for code in entry.findall(nodes.literal):
+            if len(code.astext()) <= MAX_WHOLE:
+                code["classes"].append("whole")
 
 
 def source_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, str], str]]:
@@ -133,6 +147,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_directive("source-tree", SourceTree)
     app.connect("source-read", add_toctrees)
     app.connect("doctree-read", link_sources, priority=100)
+    app.connect("doctree-read", keep_names_whole)
     app.connect("autodoc-process-signature", hide_signature)
     app.connect("autodoc-process-docstring", list_fields)
     app.connect("html-collect-pages", source_pages)

@@ -16,6 +16,7 @@ import psutil
 import pytest
 import typer
 import yaml
+from doc_pages import blocks
 from rich.console import Console
 
 from actors.ray_backend.driver import exit_code
@@ -144,6 +145,15 @@ def test_every_python_file_has_its_line_in_the_tree() -> None:
 
 def test_the_readme_fits_one_screen() -> None:
     assert len(README.read_text().splitlines()) <= MAX_README_LINES
+
+
+@pytest.mark.parametrize("page", sorted(set(PAGES) - set(TOP_PAGES)), ids=lambda page: page.name)
+def test_the_page_begins_with_its_use_and_a_block(page: Path) -> None:
+    """What the reader can do after reading; a command or code in the first 15 lines."""
+    head, *_ = page.read_text().split("\n## ")
+    assert re.search(r"^After this page you (can|know) ", head, re.MULTILINE), page.name
+    first = next(blocks(page), None)
+    assert first and first.line <= 15, page.name
 
 
 def test_the_recovery_times_of_the_readme_are_those_of_the_benchmark() -> None:
