@@ -37,8 +37,7 @@ extensions = ["myst_parser", "sphinx.ext.autodoc"]
 root_doc = "docs/README"
 include_patterns = ["*.md", "docs/*.md", "benchmarks/README.md"]
 exclude_patterns = ["build", ".venv", "runs", "elastic", "actors", "pipelines", "tests"]
-highlight_language = "bash"
-"""Of indented blocks, which hold command lines."""
+highlight_language = "text"
 default_role = "code"
 
 myst_heading_anchors = 4
@@ -86,6 +85,13 @@ def link_sources(app: Sphinx, doctree: nodes.document) -> None:
         target = nodes.reference("", "", refuri=f"{up}source/{name}.html", internal=True)
         target.extend(link.children)
         link.replace_self(target)
+
+
+def highlight_commands(app: Sphinx, doctree: nodes.document) -> None:
+    """Indented blocks hold command lines: show their comments and strings in colour."""
+    for block in doctree.findall(nodes.literal_block):
+        if block.get("language") == "none":
+            block["language"] = "bash"
 
 
 def keep_names_whole(app: Sphinx, doctree: nodes.document) -> None:
@@ -148,6 +154,7 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.connect("source-read", add_toctrees)
     app.connect("doctree-read", link_sources, priority=100)
     app.connect("doctree-read", keep_names_whole)
+    app.connect("doctree-read", highlight_commands)
     app.connect("autodoc-process-signature", hide_signature)
     app.connect("autodoc-process-docstring", list_fields)
     app.connect("html-collect-pages", source_pages)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
-from doc_pages import ROOT, blocks
+from doc_pages import PAGES, ROOT, blocks
 
 NUM_ROWS = 8
 NUM_CHATS = 64
@@ -19,7 +19,7 @@ def make_folder(folder: Path, page: Path) -> None:
     """Write what the commands and the Python blocks of a page read. No network is used."""
     text = page.read_text()
     (folder / "examples").symlink_to(ROOT / "examples")
-    for source in (ROOT / "README.md", page):
+    for source in (*PAGES, page):  # the page's own files replace those of others
         for block in blocks(source):
             if block.title:
                 (folder / block.title).write_text(block.code)
