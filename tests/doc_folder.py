@@ -19,7 +19,7 @@ def make_folder(folder: Path, page: Path) -> None:
     """Write what the commands and the Python blocks of a page read. No network is used."""
     text = page.read_text()
     (folder / "examples").symlink_to(ROOT / "examples")
-    for source in (*PAGES, page):  # the page's own files replace those of others
+    for source in (*reversed(PAGES), page):  # the page's own files replace those of others
         for block in blocks(source):
             if block.title:
                 (folder / block.title).write_text(block.code)

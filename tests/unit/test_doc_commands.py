@@ -28,6 +28,7 @@ NEED_A_CHECKPOINT = ("export", "doctor")
 """Commands about a run that read its checkpoints; `status` and `logs` read only its lines."""
 
 LOCAL = [c for c in COMMANDS if c.arguments and not c.needs_workers and not reason(c)]
+TRAINING = [c for c in COMMANDS if c.needs_workers and "train" in c.words and not reason(c)]
 OTHERS = [c for c in COMMANDS if c.arguments is None and not reason(c)]
 
 
@@ -66,6 +67,14 @@ def prepare(folder: Path, command: Command, request: pytest.FixtureRequest) -> N
         write_run(folder / "runs" / command.arguments[1])
 
 
+def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:
+    """Run `elastic` in this process; return its exit code."""
+    monkeypatch.setattr(sys, "argv", ["elastic", *arguments])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    return ended.value.code
+
+
 @pytest.mark.parametrize(
     "command",
     [
@@ -84,13 +93,26 @@ def test_the_command_line_succeeds(
     monkeypatch.chdir(tmp_path)
     for name, value in command.environment.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr(sys, "argv", ["elastic", *command.arguments])
-    with pytest.raises(SystemExit) as ended:
-        main()
+    code = call(monkeypatch, *command.arguments)
     printed = capsys.readouterr()
     expected = (0, None, 1) if command.arguments == ["doctor"] else (0, None)  # 1: a check failed
-    assert ended.value.code in expected, printed.out + printed.err
+    assert code in expected, printed.out + printed.err
     assert printed.out.strip()
+
+
+@pytest.mark.parametrize("command", TRAINING, ids=lambda command: command.place)
+def test_the_plan_of_the_command_line_is_accepted(
+    command: Command,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Recipe, data, settings and layout, by `--dry-run`; on Ray the command line runs in full."""
+    make_folder(tmp_path, command.page)
+    monkeypatch.chdir(tmp_path)
+    arguments = [word for word in command.arguments or () if word != "--in-process"]
+    assert call(monkeypatch, *arguments, "--dry-run") in (0, None)
+    assert "step" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("command", OTHERS, ids=lambda command: command.place)
