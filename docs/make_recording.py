@@ -38,7 +38,7 @@ CAPTURE = ROOT / "docs" / "recording.jsonl"
 PICTURE = ROOT / "docs" / "recording.svg"
 
 COMMAND = 'elastic train byte_lm --workers 4 --run-name demo --inject "kill worker 3 at step 60"'
-NUM_COLUMNS, NUM_ROWS = 92, 17
+NUM_COLUMNS, NUM_ROWS = 92, 15
 LOST, JOINED = "w3 lost", "generation 3"
 """What the screen shows when the worker is lost, and when its replacement has joined."""
 LEAD_S, TAIL_S, LIMIT_S = 5.0, 5.0, 600.0
@@ -109,13 +109,16 @@ def write_capture(path: Path, capture: Capture) -> None:
     path.write_text("\n".join(lines) + "\n")
 
 
-def record() -> Capture:
-    """Run the command in a pseudo-terminal until its replacement has joined, then interrupt it."""
+def record(words: Sequence[str | Path], tail_s: float = TAIL_S) -> Capture:
+    """Run a program in a pseudo-terminal until the replacement has joined, then interrupt it.
+
+    Raises `RuntimeError` with the last screen if the program ends before.
+    """
     with TemporaryDirectory() as folder:
         master, slave = pty.openpty()
         fcntl.ioctl(slave, termios.TIOCSWINSZ, struct.pack("HHHH", 40, NUM_COLUMNS, 0, 0))
         process = subprocess.Popen(
-            [Path(sys.executable).with_name("elastic"), *shlex.split(COMMAND)[1:]],
+            words,
             stdin=slave,
             stdout=slave,
             stderr=slave,
@@ -125,20 +128,21 @@ def record() -> Capture:
         )
         os.close(slave)
         try:
-            screens = list(_screens(master))
+            screens = list(_screens(master, tail_s))
             process.send_signal(signal.SIGINT)
             for _ in _chunks(master, time.monotonic() + LIMIT_S):
-                pass
+                pass  # an unread terminal would block the program
         finally:
             if process.poll() is None:
                 process.kill()
             process.wait()
             os.close(master)
-    lost = next(at for at, rows in screens if LOST in plain(rows))
-    begin = lost - LEAD_S
-    return Capture(
-        COMMAND, NUM_COLUMNS, [(at - begin, rows) for at, rows in screens if at >= begin]
-    )
+    lost = [at for at, rows in screens if LOST in plain(rows)]
+    if not lost or JOINED not in plain(screens[-1][1]):
+        raise RuntimeError(f"ended too early:\n{plain(screens[-1][1]) if screens else ''}")
+    begin = lost[0] - LEAD_S
+    recorded = [(at - begin, rows) for at, rows in screens if at >= begin]
+    return Capture(COMMAND, NUM_COLUMNS, recorded)
 
 
 def _chunks(master: int, deadline: float) -> Iterator[bytes]:
@@ -155,8 +159,8 @@ def _chunks(master: int, deadline: float) -> Iterator[bytes]:
         yield chunk
 
 
-def _screens(master: int) -> Iterator[tuple[float, Rows]]:
-    """A screen for each time that it has changed, until `TAIL_S` after the replacement joined."""
+def _screens(master: int, tail_s: float) -> Iterator[tuple[float, Rows]]:
+    """The screen after each output, not too often, until `tail_s` after the replacement joined."""
     screen, decoder = Screen(NUM_COLUMNS, NUM_ROWS), codecs.getincrementaldecoder("utf-8")()
     began, taken, joined = time.monotonic(), -SAMPLE_S, float("inf")
     for chunk in _chunks(master, began + LIMIT_S):
@@ -167,7 +171,7 @@ def _screens(master: int) -> Iterator[tuple[float, Rows]]:
             yield at, rows
         if JOINED in plain(rows):
             joined = min(joined, at)
-        if at > joined + TAIL_S:
+        if at > joined + tail_s:
             return
 
 
@@ -304,7 +308,8 @@ def _style_sheet(
 
 def main() -> None:
     if "--record" in sys.argv[1:]:
-        write_capture(CAPTURE, record())
+        elastic = Path(sys.executable).with_name("elastic")
+        write_capture(CAPTURE, record([elastic, *shlex.split(COMMAND)[1:]]))
     picture = render(read_capture(CAPTURE))
     if "--check" not in sys.argv[1:]:
         PICTURE.write_text(picture)

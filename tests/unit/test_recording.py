@@ -28,6 +28,7 @@ from make_recording import (  # noqa: E402
     CELL,
     COMMAND,
     FAST,
+    JOINED,
     LINE,
     LOST,
     MARGIN,
@@ -38,6 +39,7 @@ from make_recording import (  # noqa: E402
     plain,
     playback,
     read_capture,
+    record,
     render,
     visible_spans,
     write_capture,
@@ -108,6 +110,27 @@ def test_the_screen_takes_output_in_any_pieces() -> None:
     for character in output:
         pieces.write(character)
     assert whole.rows() == pieces.rows() == [[("three", "")], [("four ", "36"), ("five", "")], []]
+
+
+PROGRAM = """
+import time
+for text in ("begun", "w3 lost", "w4 is ready", "generation 3", "one more", "the last"):
+    print(text, flush=True)
+    time.sleep(0.5)
+time.sleep(60)
+"""
+
+
+def test_a_program_in_a_terminal_is_recorded_and_interrupted() -> None:
+    capture = record([sys.executable, "-c", PROGRAM], tail_s=0.4)
+    assert plain(capture.screens[0][1]).split() == ["begun"]
+    assert "generation 3" in plain(capture.screens[-1][1])
+    assert 0.3 < capture.first(JOINED) - capture.first(LOST) < 30
+
+
+def test_a_program_that_ends_too_early_is_refused() -> None:
+    with pytest.raises(RuntimeError, match="ended too early:\nonly this"):
+        record([sys.executable, "-c", "print('only this')"])
 
 
 def test_the_capture_is_read_as_it_was_written(capture: Capture, tmp_path: Path) -> None:
