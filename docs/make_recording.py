@@ -39,8 +39,8 @@ PICTURE = ROOT / "docs" / "recording.svg"
 
 COMMAND = 'elastic train byte_lm --workers 4 --run-name demo --inject "kill worker 3 at step 60"'
 NUM_COLUMNS, NUM_ROWS = 92, 15
-LOST, JOINED = "w3 lost", "generation 3"
-"""What the screen shows when the worker is lost, and when its replacement has joined."""
+LOST, READY, JOINED = "w3 lost", "w4 is ready", "generation 3"
+"""What the screen shows when the worker is lost, and when its replacement is warm and has joined."""
 LEAD_S, TAIL_S, LIMIT_S = 5.0, 5.0, 600.0
 """Recorded before the loss and after the replacement joined; and the most that is waited for it."""
 SAMPLE_S = 0.45
@@ -178,7 +178,7 @@ def _screens(master: int, tail_s: float) -> Iterator[tuple[float, Rows]]:
 def playback(capture: Capture) -> list[tuple[float, bool, Rows]]:
     """The screens with their times in the picture, and whether it runs fast there."""
     slow_until = capture.first(LOST) + SLOW_AFTER_S
-    fast_until = capture.first("w4 is ready") - SLOW_BEFORE_S
+    fast_until = capture.first(READY) - SLOW_BEFORE_S
     shown: list[tuple[float, bool, Rows]] = []
     for at, rows in capture.screens:
         is_fast = slow_until < at < fast_until
