@@ -40,7 +40,7 @@ PICTURE = ROOT / "docs" / "recording.svg"
 COMMAND = 'elastic train byte_lm --workers 4 --run-name demo --inject "kill worker 3 at step 60"'
 NUM_COLUMNS, NUM_ROWS = 92, 15
 LOST, READY, JOINED = "w3 lost", "w4 is ready", "generation 3"
-"""What the screen shows when the worker is lost, and when its replacement is warm and has joined."""
+"""What the screen shows when the worker is lost; when its replacement is ready, and has joined."""
 LEAD_S, TAIL_S, LIMIT_S = 5.0, 5.0, 600.0
 """Recorded before the loss and after the replacement joined; and the most that is waited for it."""
 SAMPLE_S = 0.45
