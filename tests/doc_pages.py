@@ -94,23 +94,12 @@ def python_blocks(page: Path) -> list[Block]:
     return [block for block in blocks(page) if block.language == "python"]
 
 
-def imports(blocks: list[Block]) -> set[str]:
-    """The names of all modules that the blocks import."""
-    names: set[str] = set()
-    for node in (node for block in blocks for node in ast.walk(ast.parse(block.code))):
-        if isinstance(node, ast.Import):
-            names |= {alias.name for alias in node.names}
-        elif isinstance(node, ast.ImportFrom):
-            names.add(node.module or "")
-    return names
-
-
 def needs_ray(page: Path) -> bool:
-    """Whether the Python blocks of a page start workers of Ray."""
-    return any(
-        name == "ray" or name.startswith(("ray.", "pipelines.api"))
-        for name in imports(python_blocks(page))
-    )
+    """Whether the Python blocks of a page start workers on Ray: by `fit()` or `start()`."""
+    nodes = (node for block in python_blocks(page) for node in ast.walk(ast.parse(block.code)))
+    calls = (node.func for node in nodes if isinstance(node, ast.Call))
+    called = {function.attr for function in calls if isinstance(function, ast.Attribute)}
+    return bool(called & {"fit", "start"})
 
 
 def as_script(page: Path) -> str:

@@ -145,4 +145,4 @@ def test_the_python_blocks_that_start_ray_run(
     with started(cluster_of_all, folder, "blocks.py", HOME=str(folder)) as command:
         code, output = command.finish()
     assert code == 0, output
-    assert list((folder / "runs").glob("*/metrics.jsonl")) or list(folder.rglob("metrics.jsonl"))
+    assert committed(folder)
