@@ -192,6 +192,16 @@ def test_links_lead_somewhere(page: Path) -> None:
         assert not anchor or anchor in anchors(target), f"{page.name}: no heading for {link}"
 
 
+@pytest.mark.parametrize("page", sorted(DOCS.glob("*.md")), ids=lambda page: page.name)
+def test_no_page_is_a_dead_end(page: Path) -> None:
+    """It leads to another page, and a page other than the index leads to it."""
+    links = {p: {link.partition("#")[0] for link in LINK.findall(p.read_text())} for p in PAGES}
+    pages = {p.name for p in DOCS.glob("*.md")} - {page.name, "README.md"}
+    assert links[page] & pages, page.name
+    leading = [p for p in PAGES if p != page and {page.name, f"docs/{page.name}"} & links[p]]
+    assert page.name == "README.md" or set(leading) - {DOCS / "README.md"}, page.name
+
+
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_code_path_that_is_named_exists(page: Path) -> None:
     paths = [path for path in named(page.read_text()) if CODE_PATH.fullmatch(path)]
