@@ -25,6 +25,7 @@ sys.path.append(str(ROOT / "docs"))
 
 from make_recording import (  # noqa: E402
     BAR,
+    CAPTURE,
     CELL,
     COMMAND,
     FAST,
@@ -34,6 +35,8 @@ from make_recording import (  # noqa: E402
     MARGIN,
     NUM_COLUMNS,
     NUM_ROWS,
+    PICTURE,
+    READY,
     Capture,
     pieces,
     plain,
@@ -192,3 +195,17 @@ def test_what_stays_is_drawn_once() -> None:
         "a": [(0, 2), (3, 4)],
         "b": [(1, 3)],
     }
+
+
+def test_the_picture_of_the_readme_is_drawn_from_the_recorded_run() -> None:
+    recorded = read_capture(CAPTURE)
+    assert PICTURE.read_text() == render(recorded), "run `python docs/make_recording.py`"
+    assert len(PICTURE.read_bytes()) < 60_000
+    assert recorded.first(LOST) < recorded.first(READY) <= recorded.first(JOINED)
+    assert JOINED in plain(recorded.screens[-1][1])
+
+
+def test_the_readme_shows_the_picture_and_its_command() -> None:
+    readme = (ROOT / "README.md").read_text()
+    assert "(docs/recording.svg)" in "\n".join(readme.splitlines()[:15])
+    assert f".venv/bin/{COMMAND}\n" in readme
