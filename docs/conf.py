@@ -27,7 +27,9 @@ author = "The maintainers"
 html_theme = "furo"
 html_title = project
 html_extra_path = ["site"]
-"""Holds the page at the root of the site, which leads to the index."""
+"""Holds the page at the root of the site, which leads to the README."""
+html_static_path = ["static"]
+html_css_files = ["site.css"]
 html_show_copyright = False
 html_copy_source = False
 
@@ -41,6 +43,9 @@ default_role = "code"
 myst_heading_anchors = 4
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
+
+MAX_WHOLE = 30
+"""The most characters of code in a table that are kept in one line."""
 
 _LINK = re.compile(r"\]\(([^)#]+\.md)\)")
 
@@ -80,6 +85,21 @@ def link_sources(app: Sphinx, doctree: nodes.document) -> None:
         target = nodes.reference("", "", refuri=f"{up}source/{name}.html", internal=True)
         target.extend(link.children)
         link.replace_self(target)
+
+
+def highlight_commands(app: Sphinx, doctree: nodes.document) -> None:
+    """Indented blocks hold command lines: show their comments and strings in colour."""
+    for block in doctree.findall(nodes.literal_block):
+        if block.get("language") == "none":
+            block["language"] = "bash"
+
+
+def keep_names_whole(app: Sphinx, doctree: nodes.document) -> None:
+    """Browsers break `--run-name` after a hyphen; in tables, short code stays in one line."""
+    for entry in doctree.findall(nodes.entry):
+        for code in entry.findall(nodes.literal):
+            if len(code.astext()) <= MAX_WHOLE:
+                code["classes"].append("whole")
 
 
 def source_pages(app: Sphinx) -> Iterator[tuple[str, dict[str, str], str]]:
@@ -133,6 +153,8 @@ def setup(app: Sphinx) -> dict[str, bool]:
     app.add_directive("source-tree", SourceTree)
     app.connect("source-read", add_toctrees)
     app.connect("doctree-read", link_sources, priority=100)
+    app.connect("doctree-read", keep_names_whole)
+    app.connect("doctree-read", highlight_commands)
     app.connect("autodoc-process-signature", hide_signature)
     app.connect("autodoc-process-docstring", list_fields)
     app.connect("html-collect-pages", source_pages)
