@@ -62,7 +62,7 @@ class SimLog:
         """The decided commands whose lines `make_durable` has not covered."""
         self._covered: list[CommandKey] = []
         """The commands whose lines the next `make_durable` covers."""
-        self._num_covered = self._num_readable = 0
+        self._num_readable = 0
 
     def append(self, line: Line, epoch: int, now: float) -> None:
         assert epoch == self.newest_epoch, "invariant 11: a line is written after the lease is lost"
@@ -89,7 +89,6 @@ class SimLog:
         self._written_at.clear()
         self._unsafe.difference_update(self._covered)
         self._covered.clear()
-        self._num_covered = len(self.lines)
 
     def end_writer(self, random: Random, now: float) -> None:
         """The writer is gone, and with it some of the newest lines that are not durable."""
@@ -97,8 +96,8 @@ class SimLog:
         del self.lines[len(self.lines) - num_lost :]
         self._written_at.clear()
         self._covered.clear()
-        rest = self.lines[self._num_covered :]  # another controller reads these
-        self._unsafe.difference_update(_key_in(line) for line in rest if "command" in line)
+        read = (line for line in self.lines if "command" in line)  # by the next controller
+        self._unsafe.difference_update(map(_key_in, read))
 
     def begin_writer(self, epoch: int) -> None:
         """Another controller begins: `LineLog` reads the lines of the one before it."""
