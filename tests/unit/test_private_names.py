@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from test_imports import FILES, PACKAGES, ROOT, name_of, tree_of
+from test_imports import FILES, PACKAGES, ROOT, name_of, parse
 
 WRAPPERS = {
     "torch": ROOT / "actors/distributed/torch_private.py",
@@ -94,20 +94,20 @@ def _named_by_string(call: ast.Call) -> Iterator[tuple[int, str]]:
             yield call.lineno, name
 
 
-OWN = own_names([tree_of(path) for path in FILES])
+OWN = own_names([parse(path) for path in FILES])
 
 
 @pytest.mark.parametrize(
     "path", [path for path in FILES if path not in WRAPPERS.values()], ids=name_of
 )
 def test_private_names_of_libraries_are_used_in_one_file_each(path: Path) -> None:
-    uses = [f"line {line}: {name}" for line, name in private_uses(tree_of(path), OWN)]
+    uses = [f"line {line}: {name}" for line, name in private_uses(parse(path), OWN)]
     assert not uses, f"put it into one of {[name_of(file) for file in WRAPPERS.values()]}: {uses}"
 
 
 @pytest.mark.parametrize("library", WRAPPERS)
 def test_each_wrapper_uses_private_names_and_gives_reasons(library: str) -> None:
-    tree = tree_of(WRAPPERS[library])
+    tree = parse(WRAPPERS[library])
     assert list(private_uses(tree, OWN))
     functions = [node for node in tree.body if isinstance(node, ast.FunctionDef)]
     without = [
