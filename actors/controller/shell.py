@@ -128,7 +128,7 @@ class Shell:
         self._fleet = fleet
         state, silence_s = self._core.state, opening.policy.silence_timeout_s
         members, step_s = state.live.members(), state.steps.median_s()
-        watch = Watch(fleet, self.post, state.generation, silence_s, members, step_s)
+        watch = Watch(fleet, self.post, silence_s, state.generation, members, step_s)
         self._watch = watch
         self._publisher = Publisher(self._run, self._lease, self.post)
         self._lease.keep()
