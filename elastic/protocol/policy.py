@@ -29,8 +29,8 @@ class Policy:
     """After a gang back-off, the run requests workers again after this time; it doubles, up to half
     an hour."""
     gang_jitter: float
-    """The share by which this run waits longer than others before a gang back-off and after it; from
-    0 to 1, a hash of the run's name."""
+    """The share by which this run waits longer than others before and after a gang back-off; from 0
+    to 1, a hash of the run's name."""
     max_start_failures: int
     """The run fails if this many workers die while warming up and none was ever ready."""
     restart_backoff_s: float
@@ -64,8 +64,8 @@ class Policy:
     checkpoint_every_s: float
     """A checkpoint is due after this time, besides those due by steps; 0: never."""
     checkpoint_auto: bool
-    """Whether `checkpoint.every` is `auto`: the time between checkpoints follows their measured cost
-    and the observed failures, within the next two numbers."""
+    """Whether `checkpoint.every` is `auto`: the time between checkpoints follows their measured
+    cost and the observed failures, within the next two numbers."""
     checkpoint_least_s: float
     """The least time between checkpoints with `auto`."""
     checkpoint_most_s: float

@@ -21,7 +21,7 @@ from pipelines.settings.errors import UserError
 
 
 def policy_of(settings: TrainSettings, min_workers: int, max_workers: int, run_name: str) -> Policy:
-    """The only place that makes a policy: from settings, and from constants of the core's duties."""
+    """The only place that makes a policy: from settings, and from constants of duties."""
     checkpoint, snapshot, quarantine = settings.checkpoint, settings.snapshot, settings.quarantine
     return Policy(
         min_workers=min_workers,

@@ -112,7 +112,7 @@ class CustomModelSettings(Settings):
 
 
 class LoraSettings(Settings):
-    """Low-rank adapters (Hu et al., LoRA, 2021), trained instead of the weights; built by `peft`."""
+    """Low-rank adapters of `peft` (Hu et al., LoRA, 2021), trained instead of the weights."""
 
     rank: NonNegativeInt = setting(0, "The rank of the adapters; 0 trains the weights themselves.")
     alpha: PositiveFloat = setting(16.0, "An adapter's output is multiplied by `alpha` / `rank`.")

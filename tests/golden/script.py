@@ -40,6 +40,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from sim.reporting import command_in_words, phase_in_words
+from users_policy import quiet_policy
 
 from elastic.controller.core import Core
 from elastic.geometry.target_layout import TargetLayout
@@ -78,7 +79,6 @@ from elastic.protocol.events import (
     WorkerReady,
     WorkerSuspected,
 )
-from elastic.protocol.policy import Policy
 from elastic.protocol.step_records import RecordsSent
 from elastic.protocol.votes import StepRecord, Vote
 from elastic.reshard.snapshot_placement import ParitySlot, Slot, SnapshotServer
@@ -279,7 +279,7 @@ def _opening(options: dict[str, str]) -> RunOpened:
     )
     target_layout = TargetLayout.parse(options.get("layout", ""), int(largest))
     every = int(options.get("snapshot_every", 0))
-    policy = Policy(
+    policy = quiet_policy(
         int(smallest),
         int(largest),
         snapshot_every=every,

@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from users_policy import quiet_policy
+
 from actors.controller.shell import Shell
 from actors.local.process_fleet import NODE, ProcessFleet
 from actors.runtime.factory import Factory
@@ -126,7 +128,7 @@ def run_plainly(
 
 def rules_of(min_workers: int, workers: int, changes: dict[str, float | str]) -> Policy:
     """The policy of a test: quicker than that of the product, but patient with a busy machine."""
-    return Policy(
+    return quiet_policy(
         **{
             "min_workers": min_workers,
             "max_workers": workers,
@@ -147,13 +149,13 @@ def _options(
 ) -> WorkerOptions:
     return WorkerOptions(
         str(folder),
-        rules.collective_timeout_s,
-        settings.checkpoint_steps,
-        faults,
-        rules.snapshot_every,
-        rules.audit_every,
-        network,
-        rules.straggler_every,
+        collective_timeout_s=rules.collective_timeout_s,
+        checkpoint_every=settings.checkpoint.every_steps,
+        snapshot_every=rules.snapshot_every,
+        audit_every=rules.audit_every,
+        straggler_every=rules.straggler_every,
+        network=network,
+        faults=faults,
     )
 
 
@@ -166,7 +168,7 @@ def job_of(settings: TrainSettings, made: TrainingProgram) -> Job:
         state_bytes=sum(spec.num_bytes for spec in specs),
         param_bytes=sum(spec.num_bytes for spec in specs if spec.kind == "parameter"),
         steps=settings.steps,
-        checkpoint_every=settings.checkpoint_steps,
+        checkpoint_every=settings.checkpoint.every_steps,
         limits=shape.limits,
         layer_costs=tuple(layer.cost for layer in shape.layers),
         seed=settings.seed,

@@ -29,7 +29,12 @@ from pipelines.observe.history.history import read_history
 from pipelines.observe.history.run_folder import RunFolder
 from pipelines.run.program import TrainingProgram
 from pipelines.run.recipes import tiny, tiny_moe
-from pipelines.settings import DataSettings, OptimizerSettings
+from pipelines.settings import (
+    CheckpointSettings,
+    DataSettings,
+    LossMonitorSettings,
+    OptimizerSettings,
+)
 
 NUM_STEPS = 24
 SETTINGS = tiny().model_copy(
@@ -40,7 +45,7 @@ SETTINGS = tiny().model_copy(
         "steps": NUM_STEPS,
         "eval_every": 0,
         "eval_samples": 4,
-        "checkpoint_every": 0,
+        "checkpoint": CheckpointSettings(every=0),
     }
 )
 FLIP = Fault("flip", "w1", 7)
@@ -110,7 +115,9 @@ def test_a_step_that_is_not_finite_changes_nothing(name: str, tmp_path: Path) ->
 @pytest.mark.slow
 def test_bad_held_out_losses_are_null_and_the_run_completes_after_a_resume(tmp_path: Path) -> None:
     """Evaluations that are NaN, infinite, or count nothing; metrics, journal and status show it."""
-    settings = changed(eval_every=1, steps=6, checkpoint_every=2, keep_last=1, keep_best=1)
+    settings = changed(
+        eval_every=1, steps=6, checkpoint=CheckpointSettings(every=2, keep_last=1, keep_best=1)
+    )
     for steps in (4, 6):
         settings = settings.model_copy(update={"steps": steps})
         run = run_plainly(tmp_path, settings, 2, program="spoilers:bad_evaluations")
@@ -159,7 +166,7 @@ def test_too_many_in_a_row_end_the_run_and_it_is_saved(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_a_spike_is_gone_back_from_and_its_batches_left_out(tmp_path: Path) -> None:
     samples = tmp_path / "samples.jsonl"
-    settings = changed(record_samples=samples, checkpoint_every=5)
+    settings = changed(record_samples=samples, checkpoint=CheckpointSettings(every=5))
     watching = {"spike_factor": 3.0, "spike_window": 8, "program": "spoilers:spiking_batch"}
     run = run_plainly(tmp_path, settings, 2, layout="dp=2", **watching)
     [rolled_back] = run.told("RolledBack")
@@ -265,7 +272,7 @@ def test_a_flipped_bit_names_its_worker_which_is_replaced(tmp_path: Path) -> Non
 def test_what_a_flipped_bit_has_spoilt_can_be_undone(layout: str, tmp_path: Path) -> None:
     run = run_plainly(
         tmp_path,
-        changed(checkpoint_every=4),
+        changed(checkpoint=CheckpointSettings(every=4)),
         int(layout[-1]),
         layout=layout,
         faults=(FLIP,),
@@ -287,7 +294,7 @@ def test_of_two_replicas_none_is_believed(layout: str, tmp_path: Path) -> None:
     num_workers = 2 if layout == "dp=2" else 4
     run = run_plainly(
         tmp_path,
-        changed(checkpoint_every=4),
+        changed(checkpoint=CheckpointSettings(every=4)),
         num_workers,
         layout=layout,
         faults=(FLIP,),
@@ -304,13 +311,13 @@ def test_of_two_replicas_none_is_believed(layout: str, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_two_replicas_and_nothing_to_go_back_to_end_the_run(tmp_path: Path) -> None:
-    settings = changed(spike_window=1)
+    settings = changed(loss_monitor=LossMonitorSettings(spike_window=1))
     run = run_plainly(
         tmp_path, settings, 2, layout="dp=2", faults=(FLIP,), audit_every=4, spike_window=1
     )
     assert exit_code(run.stopped, 0) == 1
     assert "w0 and w1 hold different bits" in run.stopped.reason
-    assert "set checkpoint_every" in run.stopped.reason
+    assert "set checkpoint.every" in run.stopped.reason
     assert find_checkpoints(run.run).whole[-1].step == 8
     # A person has looked, and begins it again.
     again = run_plainly(tmp_path, settings, 2, layout="dp=2", audit_every=4)

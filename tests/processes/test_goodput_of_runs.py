@@ -11,14 +11,14 @@ from actors.runtime.fault_spec import Fault
 from pipelines.observe.history.history import read_history
 from pipelines.observe.history.run_folder import RunFolder
 from pipelines.run.recipes import tiny
-from pipelines.settings import DataSettings
+from pipelines.settings import CheckpointSettings, DataSettings
 
 SETTINGS = tiny().model_copy(
     update={
         "data": DataSettings(source="random", seq_len=16),
         "steps": 60,
         "eval_every": 0,
-        "checkpoint_every": 10,
+        "checkpoint": CheckpointSettings(every=10),
     }
 )
 
@@ -54,7 +54,7 @@ def test_the_parts_of_a_run_that_fell_back_are_those_of_its_files(tmp_path: Path
 
 
 def test_readings_end_with_the_run(tmp_path: Path) -> None:
-    settings = SETTINGS.model_copy(update={"steps": 3, "checkpoint_every": 0})
+    settings = SETTINGS.model_copy(update={"steps": 3, "checkpoint": CheckpointSettings(every=0)})
     run_plainly(tmp_path / "run", settings, 1)
     history = read_history(RunFolder.of(tmp_path, "run"))
     assert history.account.readings[-1].step == 3

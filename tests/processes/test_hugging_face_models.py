@@ -29,7 +29,7 @@ from pipelines.hugging_face.causal_lm import positions_of
 from pipelines.hugging_face.export import export
 from pipelines.run.plan import TrainRequest, make_plan
 from pipelines.run.recipes import load
-from pipelines.settings import DataSettings, TrainSettings
+from pipelines.settings import CheckpointSettings, DataSettings, TrainSettings
 from pipelines.settings.errors import UserError
 from pipelines.training.workload.optimizer import learning_rate
 
@@ -186,7 +186,7 @@ def assert_trained_plainly(folder: Path, case: Case) -> None:
 def test_a_run_is_killed_resharded_and_exported(tmp_path: Path) -> None:
     """`transformers` loads the export."""
     place = written(tmp_path, "qwen3")
-    settings = settings_for(place, steps=14, eval_every=0, checkpoint_every=7)
+    settings = settings_for(place, steps=14, eval_every=0, checkpoint=CheckpointSettings(every=7))
     kill = Fault("kill", "w3", 4, "compute")
     due = ((8, LayoutRequested("other", TargetLayout.parse("dp=2,tp=2"))),)
     run = run_plainly(tmp_path / "run", settings, 4, layout="dp=2,fsdp=2", due=due, faults=(kill,))

@@ -10,7 +10,7 @@ from killed_whole import run_until_killed
 from run_checks import assert_each_sample_once
 
 from pipelines.run.recipes import tiny
-from pipelines.settings import DataSettings
+from pipelines.settings import CheckpointSettings, DataSettings
 
 NUM_STEPS = 72
 COURSE = (
@@ -32,7 +32,7 @@ def test_killed_six_times_and_each_time_on_under_another_layout(tmp_path: Path) 
             "data": DataSettings(source="random", seq_len=16),
             "dtype": "float64",
             "steps": NUM_STEPS,
-            "checkpoint_every": 4,
+            "checkpoint": CheckpointSettings(every=4),
         }
     )
     undisturbed = run_plainly(tmp_path / "undisturbed", settings, 1)

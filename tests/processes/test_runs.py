@@ -25,7 +25,7 @@ from elastic.geometry.target_layout import TargetLayout
 from elastic.protocol.events import LayoutRequested, NodeDraining, WorkerDraining
 from pipelines.run.program import TrainingProgram
 from pipelines.run.recipes import tiny
-from pipelines.settings import DataSettings
+from pipelines.settings import CheckpointSettings, DataSettings
 
 NUM_STEPS = 64
 SETTINGS = tiny().model_copy(
@@ -294,7 +294,7 @@ def test_the_layout_changes_as_it_is_asked_for(
 def test_without_replicas_the_newest_checkpoint_is_taken(
     tmp_path: Path, undisturbed: Outcome
 ) -> None:
-    settings = recording(tmp_path, checkpoint_every=8)
+    settings = recording(tmp_path, checkpoint=CheckpointSettings(every=8))
     fault = Fault("kill", "w1", 30, "compute")
     run = run_plainly(tmp_path, settings, 2, layout="fsdp=2", faults=(fault,))
     assert_same_maths(run, undisturbed)

@@ -17,7 +17,7 @@ from harness import Outcome, run_plainly
 from actors.local.process_fleet import ProcessFleet
 from actors.runtime.fault_spec import Fault
 from pipelines.run.recipes import tiny
-from pipelines.settings import DataSettings
+from pipelines.settings import CheckpointSettings, DataSettings
 
 NUM_STEPS = 50
 SETTINGS = tiny().model_copy(
@@ -26,7 +26,7 @@ SETTINGS = tiny().model_copy(
         "dtype": "float64",
         "steps": NUM_STEPS,
         "eval_every": 0,
-        "checkpoint_every": 0,
+        "checkpoint": CheckpointSettings(every=0),
     }
 )
 
@@ -231,7 +231,7 @@ def test_two_nodes_of_a_set_are_too_many(tmp_path: Path, undisturbed: Outcome) -
     """It is told, and the run goes on from its checkpoint."""
     run = run_plainly(
         tmp_path,
-        SETTINGS.model_copy(update={"checkpoint_every": 5}),
+        SETTINGS.model_copy(update={"checkpoint": CheckpointSettings(every=5)}),
         4,
         layout="fsdp=4",
         snapshot_every=1,

@@ -185,7 +185,7 @@ def test_killed_during_a_recovery(tmp_path: Path, moment: str, line: str, next_l
 def test_workers_outlive_a_controller_that_cannot_take_its_run_for_long(tmp_path: Path) -> None:
     """The new controller greets them before it takes the lease and replays. Without a greeting they
     would end as orphans after 30 s."""
-    run = (*arguments("tiny", "dp=2", "2:2", 100_000), "--set", "orphan_timeout_s=30")
+    run = (*arguments("tiny", "dp=2", "2:2", 100_000), "--set", "failure.orphan_timeout_s=30")
     with elastic_train(tmp_path, *run) as command:
         command.wait_for_step(10)
         lease, away = command.folder / "lease", command.folder / "lease.away"
@@ -216,7 +216,7 @@ def test_the_driver_of_an_attached_run_is_killed(
     tmp_path: Path, cluster_of_all: SharedCluster
 ) -> None:
     """The run saves a last checkpoint and stops."""
-    run = (*arguments("tiny", "dp=2", "2:2", 100_000), "--set", "driver_timeout_s=10")
+    run = (*arguments("tiny", "dp=2", "2:2", 100_000), "--set", "failure.driver_timeout_s=10")
     command = cluster_of_all.start(tmp_path, *run)
     command.wait_for_step(10)
     command.process.send_signal(signal.SIGKILL)

@@ -52,7 +52,7 @@ def is_needed(processes: list[psutil.Process]) -> bool:
 
 def test_a_whole_node(tmp_path: Path) -> None:
     train = arguments("tiny", "fsdp=4", "2:4", NUM_STEPS)
-    with on_nodes(tmp_path, *train, "--set", "snapshot_redundancy=xor:3") as command:
+    with on_nodes(tmp_path, *train, "--set", "snapshot.redundancy=xor:3") as command:
         command.wait_until(lambda: are_protected(command, 1), "the first snapshots")
         [order] = command.lines("StartSnapshots")
         assert [len(workers) for workers in order["sets"]] == [NUM_NODES]

@@ -14,7 +14,7 @@ from test_model_axes import arguments
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 NUM_STEPS = 30
-IMPATIENT = ("--set", "gang_timeout_s=15")
+IMPATIENT = ("--set", "growth.gang_timeout_s=15")
 
 
 @pytest.fixture

@@ -41,7 +41,7 @@ def test_what_a_run_config_says(tmp_path: Path) -> None:
     kept = CheckpointConfig(num_to_keep=2)
     told = RunOptions.of(RunConfig(name="mine", storage_path=tmp_path, checkpoint_config=kept))
     assert (told.name, told.storage) == ("mine", str(tmp_path))
-    assert told.changes == ("keep_last=2", "keep_best=0")
+    assert told.changes == ("checkpoint.keep_last=2", "checkpoint.keep_best=0")
     assert RunOptions.of(RunConfig(failure_config=FailureConfig(max_failures=-1))).changes == ()
 
 
@@ -82,7 +82,7 @@ def test_what_a_run_config_says(tmp_path: Path) -> None:
                     checkpoint_config=CheckpointConfig(checkpoint_score_attribute="loss")
                 )
             },
-            "keep_best",
+            "checkpoint.keep_best",
         ),
     ],
 )

@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 import torch
+from users_policy import users_policy
 
 from actors.runtime.fault_spec import Fault
 from actors.runtime.faults import FaultInjector
@@ -18,7 +19,6 @@ from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.duty_records import VoidedCheckpoints
 from elastic.protocol.duty_state import CheckpointDuty
 from elastic.protocol.events import RunOpened, Saved
-from elastic.protocol.policy import Policy
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8)
 
@@ -97,7 +97,7 @@ def test_checkpoints_that_a_rewind_has_voided_are_passed_over_and_removed() -> N
         (VoidedCheckpoints(3, 4),),
     ):
         core = Core(ControllerState(checkpoints=CheckpointDuty(voided=voided)))
-        core.step(0.0, RunOpened(1, Policy(), TargetLayout(), Job(8, steps=99), saved))
+        core.step(0.0, RunOpened(1, users_policy(), TargetLayout(), Job(8, steps=99), saved))
         found.append([one.step for one in core.state.checkpoints.saved])
         assert {one.step for one in saved} - set(found[-1]) == {
             step for step, _ in core.state.checkpoints.stale

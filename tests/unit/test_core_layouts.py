@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from users_policy import users_policy
 
 from elastic.controller.core import Core
 from elastic.geometry.model_limits import Limits
@@ -35,7 +36,6 @@ from elastic.protocol.phases import (
     Saving,
     Waiting,
 )
-from elastic.protocol.policy import Policy
 from elastic.protocol.votes import StepRecord, Vote
 
 FOUR = ("w0", "w1", "w2", "w3")
@@ -53,7 +53,7 @@ def asked(core: Core, layout: str) -> list[Command]:
 def waiting() -> Core:
     core = Core()
     target_layout = TargetLayout.parse("dp=4", max_workers=4)
-    told(core, RunOpened(1, Policy(2, 4), target_layout, JOB), StoreReady("host", 1))
+    told(core, RunOpened(1, users_policy(2, 4), target_layout, JOB), StoreReady("host", 1))
     return core
 
 
@@ -206,7 +206,7 @@ def test_two_wishes_before_the_boundary_make_one_pause() -> None:
 def test_the_wish_before_both_comes_back_if_neither_can_be_had() -> None:
     core = Core()
     target_layout = TargetLayout.parse("pp=2", max_workers=2)
-    opening = RunOpened(1, Policy(1, 2), target_layout, Job(1, state_bytes=1000, steps=10))
+    opening = RunOpened(1, users_policy(1, 2), target_layout, Job(1, state_bytes=1000, steps=10))
     told(core, opening, StoreReady("host", 1))
     asked(core, "fsdp=1")
     asked(core, "dp=1")
@@ -238,7 +238,7 @@ def test_what_its_own_pause_makes_impossible_is_taken_back() -> None:
     """While all stop for it, a worker is lost, and another comes that has too little memory."""
     core = Core()
     target_layout = TargetLayout.parse("pp=2", max_workers=2)
-    opening = RunOpened(1, Policy(2, 2), target_layout, Job(1, state_bytes=1000, steps=10))
+    opening = RunOpened(1, users_policy(2, 2), target_layout, Job(1, state_bytes=1000, steps=10))
     told(core, opening, StoreReady("host", 1))
     told(core, *(WorkerReady(worker, "node", 1) for worker in ("w0", "w1")))
     form_all(core)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from test_core import told
+from users_policy import users_policy
 
 from elastic.controller.core import Core
 from elastic.geometry.target_layout import TargetLayout
@@ -38,7 +39,6 @@ from elastic.protocol.events import (
     WorkerReady,
 )
 from elastic.protocol.phases import Aborting, Forming, Pausing, Running, Waiting
-from elastic.protocol.policy import Policy
 from elastic.protocol.votes import StepRecord, Vote
 from elastic.protocol.wire import decode, encode
 from elastic.reshard.snapshot_placement import SnapshotServer
@@ -65,7 +65,7 @@ def form(core: Core, now: float) -> None:
 def training(nodes: str, layout: str = "", least: int = 1, **policy: int) -> Core:
     """A worker a letter, on the node of that name; the first step has committed at START."""
     core, num_workers = Core(), len(nodes)
-    rules = Policy(least, num_workers, **policy)  # type: ignore[arg-type]
+    rules = users_policy(least, num_workers, **policy)  # type: ignore[arg-type]
     job = Job(12, steps=1000)
     told(
         core,

@@ -259,7 +259,10 @@ def test_what_is_done_before_ray_starts(
 def test_any_sweep(
     recipe: str, layouts: str, storage: str, steps: int, changes: list[str], start_timeout_s: float
 ) -> None:
-    asked = SweepRequest(recipe, layouts, storage, steps, "random", tuple(changes), start_timeout_s)
+    train = TrainRequest(
+        recipe, storage=storage, steps=steps, data="random", changes=tuple(changes)
+    )
+    asked = SweepRequest(train, layouts, start_timeout_s)
     note(f"{asked}; ELASTIC_SIM_BASE={base()} repeats all examples")
     assert_planned_or_refused(lambda: trials_of(asked, Path(storage) / "sweeps" / "now", 0))
 

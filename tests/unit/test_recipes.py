@@ -45,7 +45,7 @@ def test_a_batch_has_a_microbatch_for_each_of_eight_workers(name) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_a_recipe_saves_as_often_as_costs_and_failures_say(name) -> None:
-    assert load(name).checkpoint_every == "auto"
+    assert load(name).checkpoint.every == "auto"
 
 
 @pytest.mark.parametrize("num_workers", [2, 3, 4, 6, 8])

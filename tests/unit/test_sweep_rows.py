@@ -23,6 +23,7 @@ from pipelines.observe.view.sweep_table import (
     show,
     write,
 )
+from pipelines.run.plan import TrainRequest
 from pipelines.run.sweep import SweepRequest, parse_layouts, sweep
 from pipelines.settings.errors import UserError
 
@@ -70,13 +71,15 @@ def test_a_malformed_list_is_refused_in_one_line(text: str) -> None:
 
 
 def test_one_step_is_not_enough(tmp_path: Path) -> None:
+    train = TrainRequest("tiny", storage=str(tmp_path), steps=1)
     with pytest.raises(UserError, match="--steps 1"):
-        sweep(SweepRequest("tiny", "tp=1", str(tmp_path), steps=1), Console(file=io.StringIO()))
+        sweep(SweepRequest(train, "tp=1"), Console(file=io.StringIO()))
 
 
 def test_a_sweep_without_a_feasible_layout_starts_nothing(tmp_path: Path) -> None:
     told = io.StringIO()
-    asked = SweepRequest("tiny", "tp=8; dp=99", str(tmp_path), data="random")
+    train = TrainRequest("tiny", storage=str(tmp_path), data="random")
+    asked = SweepRequest(train, "tp=8; dp=99")
     assert sweep(asked, Console(file=told, width=110)) == 1
     assert "tp=8: not feasible: tp=8 does not divide 2" in told.getvalue()
     assert "dp=99: not feasible" in told.getvalue()
