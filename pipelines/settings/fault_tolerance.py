@@ -64,8 +64,8 @@ class SnapshotSettings(Settings):
 
     every: NonNegativeInt = setting(
         1,
-        "Every this many steps a worker copies state that no other worker holds to a snapshot "
-        "server in host memory; 0: never.",
+        "At each multiple of this many steps a worker copies state that no other worker holds to "
+        "a snapshot server in host memory; 0: never.",
     )
     redundancy: str = setting(
         "copy",
@@ -205,7 +205,9 @@ class LossMonitorSettings(Settings):
 class AuditSettings(Settings):
     """Comparison of the replicas bit by bit; see docs/step.md."""
 
-    every: NonNegativeInt = setting(0, "Replicas are compared every this many steps; 0: never.")
+    every: NonNegativeInt = setting(
+        0, "Replicas are compared after each multiple of this many steps; 0: never."
+    )
     rollback: bool = setting(
         False,
         "Whether the run rolls back to the last clean audit even if a majority identifies the "
@@ -217,7 +219,7 @@ class StragglerSettings(Settings):
     """Detection of slow workers; see docs/watching.md."""
 
     every: NonNegativeInt = setting(
-        20, "Workers report their compute time every this many steps; 0: never."
+        20, "Workers report their compute time at each multiple of this many steps; 0: never."
     )
     factor: StragglerFactor = setting(
         2.0,

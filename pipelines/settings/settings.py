@@ -154,7 +154,9 @@ class TrainSettings(Settings):
     )
     steps: PositiveInt = setting(100, "The last step of the run.", resumable=True)
     eval_every: NonNegativeInt = setting(
-        0, "The held-out loss is measured every this many steps; 0: never.", resumable=True
+        0,
+        "The held-out loss is measured at each multiple of this many steps; 0: never.",
+        resumable=True,
     )
     eval_samples: PositiveInt = setting(
         64, "The most held-out samples that an evaluation uses.", resumable=True
@@ -197,8 +199,8 @@ class TrainSettings(Settings):
     )
     statistics_every: NonNegativeInt = setting(
         0,
-        "Every this many steps the run records norms of gradients, parameters and updates, and "
-        "activation statistics, by block (docs/debugging.md); 0: never.",
+        "At each multiple of this many steps the run records norms of gradients, parameters and "
+        "updates, and activation statistics, by block (docs/debugging.md); 0: never.",
         resumable=True,
     )
     record_samples: Path | None = setting(

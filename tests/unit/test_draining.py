@@ -63,9 +63,10 @@ def form(core: Core, now: float) -> None:
 
 
 def training(nodes: str, layout: str = "", least: int = 1, **policy: int) -> Core:
-    """A worker a letter, on the node of that name; the first step has committed at START."""
+    """A worker a letter, on the node of that name; the first step has committed at START. A notice
+    requests no checkpoint."""
     core, num_workers = Core(), len(nodes)
-    rules = users_policy(least, num_workers, **policy)  # type: ignore[arg-type]
+    rules = users_policy(least, num_workers, **{"checkpoint_auto": False, **policy})
     job = Job(12, steps=1000)
     told(
         core,
