@@ -32,7 +32,7 @@ from pipelines.run.recipes import mlp, tiny
 from pipelines.run.refusals import BUILT_IN
 from pipelines.run.sweep import SweepRequest, trials_of
 from pipelines.settings.errors import UserError
-from pipelines.settings.overrides import RESUMABLE_SETTINGS
+from pipelines.settings.settings import RESUMABLE_SETTINGS
 
 NUM_EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "150"))
 MAX_S = 3.0
