@@ -55,8 +55,9 @@ class CheckpointSettings(Settings):
     @property
     def every_s(self) -> float:
         """Seconds between two checkpoints; 0 if they are counted in steps, `auto`, or disabled."""
-        is_time = isinstance(self.every, str) and self.every != "auto"
-        return 60.0 * float(self.every.removesuffix("min")) if is_time else 0.0
+        if isinstance(self.every, int) or self.every == "auto":
+            return 0.0
+        return 60.0 * float(self.every.removesuffix("min"))
 
 
 class SnapshotSettings(Settings):
