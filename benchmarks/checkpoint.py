@@ -21,7 +21,12 @@ from turns import START_TIMEOUT_S, WARM_UP_STEPS
 
 LAYOUT, NUM_WORKERS = "fsdp=4", 4
 TMPFS = "/dev/shm"
-CHANGES = (f"checkpoint_every={EVERY}", "keep_last=1", "eval_every=0", "snapshot_every=0")
+CHANGES = (
+    f"checkpoint.every={EVERY}",
+    "checkpoint.keep_last=1",
+    "eval_every=0",
+    "snapshot.every=0",
+)
 STEP_TIMEOUT_S = 60.0
 
 

@@ -35,10 +35,17 @@ from elastic.protocol.events import (
     WorkerLost,
     WorkerReady,
 )
-from elastic.protocol.policy import Policy
 from elastic.protocol.votes import StepRecord, Vote
 from elastic.reshard.reshard_plan import ReshardPlan
 from elastic.reshard.transfers import Transfers, derive
+from pipelines.run.options import policy_of
+from pipelines.settings import (
+    CheckpointSettings,
+    FailureSettings,
+    SnapshotSettings,
+    StragglerSettings,
+    TrainSettings,
+)
 
 NUM_WORKERS = 10_000
 NUM_STEPS = 10_000
@@ -72,6 +79,13 @@ JOB = Job(
 """A step of 16 million tokens in sequences of 8,192; the bandwidths are rough guesses."""
 MEMORY_BYTES = 80 * 10**9
 NUM_TIMES = 5
+SETTINGS = TrainSettings(
+    checkpoint=CheckpointSettings(every=0),
+    snapshot=SnapshotSettings(every=0),
+    straggler=StragglerSettings(every=0),
+    failure=FailureSettings(max_attempts=100),
+)
+"""Nothing but steps and losses; and no step commits between some of the losses."""
 
 Result = TypeVar("Result")
 
@@ -141,7 +155,7 @@ class CoreTimes:
 def time_core(num_workers: int) -> CoreTimes:
     """Start a run, train, and lose workers one after the other."""
     simulation = Simulation()
-    policy = Policy(min_workers=1, max_workers=num_workers, max_attempts=100)
+    policy = policy_of(SETTINGS, 1, num_workers, "core")
     target_layout = TargetLayout(dp=None, fsdp=None, max_workers=num_workers)
     job = Job(num_microbatches=num_workers, state_bytes=2**40, steps=10**9)
     names = [f"w{i}" for i in range(num_workers)]

@@ -11,7 +11,7 @@ from ray.train import RunConfig, ScalingConfig
 from pipelines.api import ElasticTrainer
 
 CUSTOM_MODEL = Path(__file__).parents[1] / "examples" / "custom_model.py"
-UNDISTURBED = dict.fromkeys(("eval_every", "checkpoint_every", "snapshot_every"), 0)
+UNDISTURBED = dict.fromkeys(("eval_every", "checkpoint.every", "snapshot.every"), 0)
 
 
 def main() -> None:

@@ -27,7 +27,7 @@ PARITY_OF = 3
 KINDS = ((1, COPY), (2, COPY), (PARITY_OF + 1, f"xor:{PARITY_OF}"))
 """The number of nodes, and the redundancy between nodes."""
 TMPFS = "/dev/shm"
-QUIET = ("eval_every=0", "checkpoint_every=0")
+QUIET = ("eval_every=0", "checkpoint.every=0")
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Cost:
 
 
 def measure_cost(num_nodes: int, redundancy: str, num_blocks: int, num_steps: int) -> Cost:
-    changes = (*QUIET, "snapshot_every=1", f"snapshot_redundancy={redundancy}")
+    changes = (*QUIET, "snapshot.every=1", f"snapshot.redundancy={redundancy}")
     with (
         TemporaryDirectory(prefix="snapshot-") as name,
         plain_run(Path(name) / "with", "byte_lm", LAYOUT, num_nodes, changes) as ours,
@@ -80,7 +80,7 @@ def measure_cost(num_nodes: int, redundancy: str, num_blocks: int, num_steps: in
         wait_until_whole(ours, num_nodes, redundancy)
         frozen = ours.program.freeze()
         with plain_run(
-            Path(name) / "without", "byte_lm", LAYOUT, num_nodes, (*QUIET, "snapshot_every=0")
+            Path(name) / "without", "byte_lm", LAYOUT, num_nodes, (*QUIET, "snapshot.every=0")
         ) as bare:
             bare.wait_for_world(NUM_WORKERS, WARM_UP_STEPS, START_TIMEOUT_S)
             sides = (
@@ -203,9 +203,9 @@ def main() -> int:
         costs.append(measure_cost(num_nodes, redundancy, options.blocks, options.steps))
     show_costs(costs)
     kinds = {
-        "snapshot": (LAYOUT, (*QUIET, "snapshot_every=1")),
-        "live": ("dp=2,fsdp=2", (*QUIET, "snapshot_every=0")),
-        "checkpoint": (LAYOUT, ("eval_every=0", "checkpoint_every=1", "snapshot_every=0")),
+        "snapshot": (LAYOUT, (*QUIET, "snapshot.every=1")),
+        "live": ("dp=2,fsdp=2", (*QUIET, "snapshot.every=0")),
+        "checkpoint": (LAYOUT, ("eval_every=0", "checkpoint.every=1", "snapshot.every=0")),
     }
     times: dict[str, list[Recovery]] = {}
     for source, (layout, changes) in kinds.items():

@@ -122,20 +122,26 @@ def list_fields(
     app: Sphinx, what: str, name: str, thing: object, options: object, lines: list[str]
 ) -> None:
     """Add to the docstring of a class of settings, or of `Recipe`, a table of its fields."""
+    described = thing.model_fields if _is_settings(thing) else {}
+    texts = {name: field.description or "" for name, field in described.items()}
     rows = [
-        (f"``{field}``", f"``{thing.__annotations__[field]}``", default)
+        (f"``{field}``", f"``{thing.__annotations__[field]}``", default, texts.get(field, ""))
         for field, default in _defaults(thing).items()
     ]
     if rows:
         lines += [".. list-table::", "   :header-rows: 1", ""]
-        for row in (("field", "type", "default"), *rows):
+        for row in (("field", "type", "default", ""), *rows):
             lines += [f"   {'  -' if i else '* -'} {cell}" for i, cell in enumerate(row)]
         lines.append("")
 
 
+def _is_settings(thing: object) -> bool:
+    return isinstance(thing, type) and issubclass(thing, Settings)
+
+
 def _defaults(thing: object) -> dict[str, str]:
     """The default of each field of a class of settings, or of `Recipe`; else nothing."""
-    if isinstance(thing, type) and issubclass(thing, Settings):
+    if _is_settings(thing):
         return {name: _shown(field.default) for name, field in thing.model_fields.items()}
     return {f.name: _shown(f.default) for f in fields(thing)} if thing is Recipe else {}
 

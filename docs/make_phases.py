@@ -15,8 +15,16 @@ from generated import ROOT, keep
 
 from elastic.protocol.phases import TRANSITIONS, Ended, Waiting
 from elastic.protocol.policy import Policy
+from pipelines.run.options import policy_of
+from pipelines.settings import TrainSettings
 
 PAGE = ROOT / "docs" / "phases.md"
+FROM_THE_RUN = {
+    "gang_jitter": "0 to 1",
+    "checkpoint_every_s": "by `checkpoint.every`",
+    "checkpoint_auto": "by `checkpoint.every`",
+}
+"""Numbers of the policy that differ between runs."""
 
 
 def diagram(transitions: Mapping[type, tuple[tuple[type, str], ...]]) -> str:
@@ -41,12 +49,18 @@ def phases(transitions: Mapping[type, object]) -> str:
 
 
 def policy() -> str:
-    """One row for each number of the policy: its default and its meaning."""
-    meanings = dict(_field_docstrings(Policy))
-    defaults = {f.name: f.default for f in fields(Policy)}
-    shown = {n: d if isinstance(d, str) else f"{d:g}" for n, d in defaults.items()}
-    rows = [f"| `{name}` | {value} | {meanings.get(name, '')} |" for name, value in shown.items()]
-    return "\n".join(["| number | default | meaning |", "|---|---|---|", *rows])
+    """One row for each number of the policy that is no setting: its value and its meaning."""
+    users = policy_of(TrainSettings(), 1, 1, "run")
+    values = {n: getattr(users, n) for n, _ in _field_docstrings(Policy)} | FROM_THE_RUN
+    rows = [
+        f"| `{name}` | {_shown(values[name])} | {meaning} |"
+        for name, meaning in _field_docstrings(Policy)
+    ]
+    return "\n".join(["| number | value | meaning |", "|---|---|---|", *rows])
+
+
+def _shown(value: float | str) -> str:
+    return value if isinstance(value, str) else f"{value:g}"
 
 
 def _field_docstrings(kind: type) -> Iterator[tuple[str, str]]:

@@ -242,9 +242,13 @@ def sweep_command(
     from pipelines.run.refusals import refuse_early
 
     refuse_early(recipe)
+    from pipelines.run.plan import TrainRequest
     from pipelines.run.sweep import SweepRequest, sweep
 
-    request = SweepRequest(recipe, layouts, storage, steps, data, tuple(set_ or ()), start_timeout)
+    train = TrainRequest(
+        recipe=recipe, storage=storage, steps=steps, data=data, changes=tuple(set_ or ())
+    )
+    request = SweepRequest(train, layouts, start_timeout)
     width = None if sys.stdout.isatty() else TABLE_WIDTH
     raise typer.Exit(sweep(request, Console(width=width)))
 

@@ -7,13 +7,14 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from users_policy import users_policy
+
 from actors.storage.line_logs import LineLog
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Job
 from elastic.protocol.commands import Command, Resume, RolledBack, Stopped
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import Event, RunOpened, StepCommitted, WorkerLost, WorkerReady
-from elastic.protocol.policy import Policy
 from elastic.protocol.votes import StepRecord, Vote
 from elastic.protocol.wire import command_line, event_line
 from pipelines.observe.history.run_folder import RunFolder
@@ -44,7 +45,7 @@ class WrittenRun:
 
     def start(self, num_workers: int = 4, steps: int = 1000) -> None:
         """Open the run and start its first generation."""
-        policy = Policy(max_workers=num_workers)
+        policy = users_policy(max_workers=num_workers)
         self.append_event(RunOpened(1, policy, TargetLayout(), Job(steps=steps)))
         for index in range(num_workers):
             self.ready(f"w{index}")

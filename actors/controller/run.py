@@ -19,13 +19,13 @@ class RunSpec:
     opening: RunOpened
     program: Factory
     options: WorkerOptions
+    driver_timeout_s: float
+    orphan_timeout_s: float
     draining_workers: tuple[tuple[int, Event], ...] = ()
     """Events to post once their step has committed: planned removals."""
     observers: tuple[Factory, ...] = ()
     resources: dict[str, Any] = field(default_factory=lambda: {"num_cpus": 1})
     """The resources that each worker requests, as options of its Ray actor."""
-    driver_timeout_s: float = 60.0
-    orphan_timeout_s: float = 300.0
     detached: bool = False
     head_patience_s: float = 30.0
     """How long Ray's GCS may be unreachable before the run is saved and ends."""

@@ -98,8 +98,8 @@ class Watch:
         self,
         fleet: Fleet,
         post: Callable[[Event], None],
+        silence_timeout_s: float,
         generation: int = 0,
-        silence_timeout_s: float = 5.0,
         members: Iterable[str] = (),
         step_s: float = 0.0,
     ) -> None:

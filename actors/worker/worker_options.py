@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 from actors.runtime.fault_spec import Fault
 from actors.runtime.handshake import new_secret
-from actors.runtime.network import ANYWHERE, Network
+from actors.runtime.network import Network
 from elastic.protocol.commands import Order
 
 
@@ -20,17 +20,22 @@ class Envelope:
 
 @dataclass(frozen=True)
 class WorkerOptions:
-    """Options of one worker process."""
+    """Options of one worker process.
+
+    `pipelines.run.options` takes those without a default from the run's settings, which
+    docs/settings.md describes.
+    """
 
     run_folder: str
     """The URL or path of the run folder."""
-    collective_timeout_s: float = 30.0
-    checkpoint_every: int = 0
+    collective_timeout_s: float
+    checkpoint_every: int
+    """In steps; 0: no checkpoint is due by steps."""
+    snapshot_every: int
+    audit_every: int
+    straggler_every: int
+    network: Network
     faults: tuple[Fault, ...] = ()
-    snapshot_every: int = 1
-    audit_every: int = 0
-    network: Network = ANYWHERE
-    straggler_every: int = 0
     profiled: tuple[int, int] | None = None
     """The first and the last step to trace; see `actors.worker.profiling`."""
     secret: bytes = field(default_factory=new_secret, repr=False)

@@ -27,6 +27,9 @@ from elastic.protocol.duty_records import Drain
 from elastic.protocol.events import NodeAtRisk, NodeDraining, WorkerDraining
 from elastic.protocol.phases import Breakable, Forming, Resharding
 
+NODE_GRACE_S = 60.0
+"""Users' policy: `drain_grace_s`."""
+
 
 def on_notice(
     state: ControllerState, now: float, event: WorkerDraining | NodeDraining | NodeAtRisk

@@ -19,6 +19,8 @@ from elastic.planner.step_cost import cost_of
 from elastic.protocol.commands import Command, StopWorker
 from elastic.protocol.controller_state import ControllerState
 
+SETTLE_S = 2.0
+"""Users' policy: `growth_settle_s`."""
 NUM_RECENT_PAUSES = 5
 """The expected pause is the median of this many."""
 

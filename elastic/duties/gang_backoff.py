@@ -13,6 +13,8 @@ from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.phases import Waiting
 from elastic.protocol.policy import backoff_s
 
+FIRST_PAUSE_S = 30.0
+"""Users' policy: `gang_pause_s`."""
 LONGEST_PAUSE_S = 1800.0
 
 

@@ -42,7 +42,8 @@ def _count_skipped(state: ControllerState, record: StepRecord) -> list[Command]:
     if max_skipped and record.step - state.losses.skipped_since + 1 >= max_skipped:
         steps = f"steps {state.losses.skipped_since} to {record.step} were"
         cause = "a loss or gradient" if record.lr is not None else "the learning rate"
-        ending = f"{steps} all skipped: {cause} was not finite (max_skipped={max_skipped})"
+        limit = f"loss_monitor.max_skipped={max_skipped}"
+        ending = f"{steps} all skipped: {cause} was not finite ({limit})"
         state.ending = state.ending or Ending("failed", ending)
     reason = "a loss or gradient was not finite" if record.tokens else "its batch had no tokens"
     if record.lr is None:

@@ -11,6 +11,10 @@ from elastic.protocol.events import WorkerRaised, WorkerReady
 from elastic.protocol.phases import Ending, Forming, Resharding, Running, Waiting
 from elastic.protocol.policy import backoff_s
 
+MAX_START_FAILURES = 5
+"""Users' policy: `max_start_failures`."""
+FIRST_BACKOFF_S = 1.0
+"""Users' policy: `restart_backoff_s`."""
 MAX_BACKOFF_S = 60.0
 NUM_RECENT_STARTS = 8
 NUM_RECENT_CHANGES = 5

@@ -15,6 +15,9 @@ from elastic.protocol.duty_records import Rollback, VoidedCheckpoints
 from elastic.protocol.events import Saved
 from elastic.reshard.snapshot_placement import Placement
 
+MAX_ROLLBACKS = 3
+"""Users' policy: `max_rollbacks`."""
+
 
 def order_rollback(state: ControllerState, limit: int, cause: str, through: int = 0) -> bool:
     """Roll back to `limit` or before at the next step boundary; return False if rollbacks happened
@@ -39,7 +42,7 @@ def rollback_obstacle(state: ControllerState, limit: int) -> str:
     num_short_steps = max(state.policy.spike_window, state.policy.audit_every)
     if saved_up_to(state, limit) or state.committed_step <= num_short_steps:
         return ""
-    return f"there is no checkpoint of step {limit} or before to go back to: set checkpoint_every"
+    return f"there is no checkpoint of step {limit} or before to go back to: set checkpoint.every"
 
 
 def distrust(state: ControllerState, limit: int) -> None:

@@ -26,6 +26,8 @@ from elastic.protocol.policy import backoff_s
 from elastic.reshard.parity import num_chunks_of
 from elastic.reshard.snapshot_placement import Placement, place_snapshots, shortfall
 
+SERVER_GRACE_S = 0.5
+"""Users' policy: `snapshot_server_grace_s`."""
 MAX_BACKOFF_S = 60.0
 
 

@@ -22,7 +22,7 @@ class InvalidReshard(ElasticError):
 
 
 class InvalidRedundancy(ElasticError):
-    """The setting `snapshot_redundancy` is neither `copy` nor `xor:k`."""
+    """The setting `snapshot.redundancy` is neither `copy` nor `xor:k`."""
 
 
 @dataclass(frozen=True, slots=True)

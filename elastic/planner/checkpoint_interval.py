@@ -1,4 +1,4 @@
-"""Checkpoint interval for `checkpoint_every=auto`, from measured costs and observed failures.
+"""Checkpoint interval for `checkpoint.every=auto`, from measured costs and observed failures.
 
 The interval that loses the least time is about the square root of twice the cost of a checkpoint
 times the mean time between failures (Young, 1974); Daly (2006) adds higher-order terms. The cost

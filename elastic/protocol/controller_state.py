@@ -27,14 +27,14 @@ from elastic.protocol.duty_state import (
     StragglerDuty,
 )
 from elastic.protocol.phases import Ending, Phase, Waiting, may_follow
-from elastic.protocol.policy import Policy
+from elastic.protocol.policy import Policy, unopened
 
 
 @dataclass(slots=True)
 class ControllerState:
     """Everything that the controller decides from: the run itself, and one part for each duty."""
 
-    policy: Policy = field(default_factory=Policy)
+    policy: Policy = field(default_factory=unopened)
     job: Job = field(default_factory=Job)
     incarnation: int = 0
     generation: int = 0

@@ -27,7 +27,7 @@ def num_chunks_of(redundancy: str) -> int:
     match = re.fullmatch(r"copy|xor:([1-9][0-9]{0,3})", redundancy)
     if match is None:
         raise InvalidRedundancy(
-            f"snapshot_redundancy={redundancy!r}: write copy, or xor:3 for the parity of 3 others"
+            f"snapshot.redundancy={redundancy!r}: write copy, or xor:3 for the parity of 3 others"
         )
     return int(match[1] or 0)
 

@@ -32,8 +32,8 @@ FAILURE_HINT = (
 )
 CHECKPOINT_HINTS = {
     "checkpoint_score_attribute": "the score is the held-out loss (lowest is best): use "
-    'set={"keep_best": 3}',
-    "checkpoint_frequency": 'use set={"checkpoint_every": 100}',
+    'set={"checkpoint.keep_best": 3}',
+    "checkpoint_frequency": 'use set={"checkpoint.every": 100}',
     "checkpoint_at_end": "a run always saves at its end; leave it out",
 }
 
@@ -89,8 +89,9 @@ class RunOptions:
         checkpoints = config.checkpoint_config or CheckpointConfig()
         _refuse_unsupported(checkpoints, {"num_to_keep"}, CHECKPOINT_HINTS)
         num_to_keep = checkpoints.num_to_keep
-        changes = () if num_to_keep is None else (f"keep_last={num_to_keep}", "keep_best=0")
-        return cls(config.name, str(config.storage_path or "runs"), changes)
+        changes = (f"checkpoint.keep_last={num_to_keep}", "checkpoint.keep_best=0")
+        storage = str(config.storage_path or "runs")
+        return cls(config.name, storage, () if num_to_keep is None else changes)
 
 
 def changes_of(values: Mapping[str, Any], prefix: str = "") -> tuple[str, ...]:

@@ -64,7 +64,7 @@ def storage_speed(
     value = f"{url}: writes {quantity(speeds[0])}B/s, reads {quantity(speeds[1])}B/s"
     if min(speeds) >= bounds.storage_bytes_per_s:
         return Finding("storage", value)
-    fix = "checkpoints are slow: save less often (checkpoint_every), or use another storage"
+    fix = "checkpoints are slow: save less often (checkpoint.every), or use another storage"
     return Finding("storage", value, "warning", fix)
 
 

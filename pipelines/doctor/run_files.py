@@ -19,7 +19,12 @@ from actors.storage.storage import DiskStorage
 from elastic.protocol.wire import UnreadableJournal
 from pipelines.doctor.finding import Finding
 from pipelines.observe.history.formatting import counted
-from pipelines.observe.history.run_folder import RECIPE, TRACKING, RunFolder
+from pipelines.observe.history.run_folder import (
+    RECIPE,
+    TRACKING,
+    RunFolder,
+    refuse_other_format,
+)
 from pipelines.observe.tracking.delivered import Delivered
 from pipelines.settings import TrainSettings
 from pipelines.settings.errors import UserError
@@ -143,10 +148,14 @@ def _inspect(run: RunFolder) -> _Inspection:
 def _damaged_small_files(run: RunFolder) -> Iterator[str]:
     try:
         recipe = run.recipe()
-        if recipe is not None:
+    except UserError:
+        recipe = {}
+    if recipe is not None:
+        refuse_other_format(run, recipe)
+        try:
             TrainSettings.model_validate(recipe["settings"])
-    except (UserError, KeyError, ValidationError):
-        yield RECIPE
+        except (UserError, KeyError, ValidationError):
+            yield RECIPE
     try:
         Delivered.load(run.files, "", "")
     except UserError:

@@ -30,7 +30,7 @@ from pipelines.hugging_face.names import (
 from pipelines.hugging_face.shards import RegionReader, deal, write_shard
 from pipelines.hugging_face.tensor_files import INDEX, ONE_FILE
 from pipelines.hugging_face.vocabulary import vocabulary_of, write_vocabulary
-from pipelines.observe.history.run_folder import RunFolder, find_run
+from pipelines.observe.history.run_folder import RunFolder, find_run, refuse_other_format
 from pipelines.settings import HuggingFaceSettings, TrainSettings, TransformerSettings
 from pipelines.settings.errors import UserError
 from pipelines.settings.home import expanded
@@ -113,6 +113,7 @@ def open_source(run_name: str, storage: str | Path, step: int | None = None) -> 
     run = find_run(run_name, storage)
     recipe = run.recipe()
     assert recipe is not None
+    refuse_other_format(run, recipe)
     checkpoint_step, read = _open_checkpoint(run, step)
     return ExportSource(
         TrainSettings.model_validate(recipe["settings"]),

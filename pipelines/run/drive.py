@@ -220,11 +220,11 @@ def _begin(plan: RunPlan, run: RunSpec) -> Drive:
 
 def warn_unsaved(settings: TrainSettings) -> str:
     """A warning for a run on a cluster without checkpoints; empty for any other run."""
-    if settings.checkpoint_every != 0:
+    if settings.checkpoint.every != 0:
         return ""
     return (
-        "checkpoint_every=0: only the last step is saved, so losing this cluster loses all "
-        "progress; set checkpoint_every=auto"
+        "checkpoint.every=0: only the last step is saved, so losing this cluster loses all "
+        "progress; set checkpoint.every=auto"
     )
 
 

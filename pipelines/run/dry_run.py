@@ -138,7 +138,7 @@ def _worker_rows(plan: RunPlan) -> DryRunReport:
             Capacity(number, memory),
             opening.target_layout,
             opening.job,
-            bool(settings.snapshot_every),
+            bool(settings.snapshot.every),
         )
         label = counted(number, "worker")
         if isinstance(chosen, Infeasible):

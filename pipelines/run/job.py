@@ -35,7 +35,7 @@ def job_of(settings: TrainSettings, program: TrainingProgram) -> Job:
         expert_state_bytes=_num_bytes(experts),
         expert_param_bytes=_num_bytes(spec for spec in experts if spec.kind == "parameter"),
         steps=settings.steps,
-        checkpoint_every=settings.checkpoint_steps,
+        checkpoint_every=settings.checkpoint.every_steps,
         limits=replace(limits, one_stage=one_stage),
         layer_costs=tuple(layer.cost for layer in shape.layers),
         activation_bytes=program.workload.flowing(1, settings.microbatch, ALONE).nbytes

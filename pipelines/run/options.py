@@ -3,27 +3,66 @@
 from __future__ import annotations
 
 import re
-from dataclasses import fields
 from hashlib import sha256
 
 from actors.runtime.fault_spec import Fault
 from actors.runtime.network import Network
 from actors.worker.worker_options import WorkerOptions
+from elastic.controller.drain import NODE_GRACE_S
+from elastic.controller.growth import SETTLE_S
+from elastic.duties.checkpoints import MAX_AUTO_S, MIN_AUTO_S
+from elastic.duties.gang_backoff import FIRST_PAUSE_S
+from elastic.duties.membership import FIRST_BACKOFF_S, MAX_START_FAILURES
+from elastic.duties.rollback import MAX_ROLLBACKS
+from elastic.duties.snapshots import SERVER_GRACE_S
 from elastic.protocol.policy import Policy
 from pipelines.settings import TrainSettings
 from pipelines.settings.errors import UserError
 
 
 def policy_of(settings: TrainSettings, min_workers: int, max_workers: int, run_name: str) -> Policy:
-    """Fields that `Policy` and `TrainSettings` share have one name; others keep their defaults."""
-    shared = {field.name for field in fields(Policy)} & TrainSettings.model_fields.keys()
+    """The only place that makes a policy: from settings, and from constants of duties."""
+    checkpoint, snapshot, quarantine = settings.checkpoint, settings.snapshot, settings.quarantine
     return Policy(
         min_workers=min_workers,
         max_workers=max_workers,
-        checkpoint_every_s=settings.checkpoint_s,
-        checkpoint_auto=settings.checkpoint_every == "auto",
+        start_timeout_s=settings.growth.start_timeout_s,
+        growth_horizon_s=settings.growth.horizon_s,
+        standby_timeout_s=settings.growth.standby_timeout_s,
+        gang_timeout_s=settings.growth.gang_timeout_s,
+        growth_settle_s=SETTLE_S,
+        gang_pause_s=FIRST_PAUSE_S,
         gang_jitter=_fraction_of(run_name),
-        **{name: getattr(settings, name) for name in shared},
+        max_start_failures=MAX_START_FAILURES,
+        restart_backoff_s=FIRST_BACKOFF_S,
+        drain_grace_s=NODE_GRACE_S,
+        **settings.failure.model_dump(exclude={"driver_timeout_s", "orphan_timeout_s"}),
+        keep_last=checkpoint.keep_last,
+        keep_every=checkpoint.keep_every,
+        keep_best=checkpoint.keep_best,
+        save_timeout_s=checkpoint.save_timeout_s,
+        save_backoff_s=checkpoint.save_backoff_s,
+        checkpoint_every_s=checkpoint.every_s,
+        checkpoint_auto=checkpoint.every == "auto",
+        checkpoint_least_s=MIN_AUTO_S,
+        checkpoint_most_s=MAX_AUTO_S,
+        snapshot_every=snapshot.every,
+        snapshot_redundancy=snapshot.redundancy,
+        snapshot_server_timeout_s=snapshot.server_timeout_s,
+        snapshot_server_grace_s=SERVER_GRACE_S,
+        max_skipped=settings.loss_monitor.max_skipped,
+        spike_factor=settings.loss_monitor.spike_factor,
+        spike_window=settings.loss_monitor.spike_window,
+        audit_every=settings.audit.every,
+        audit_rollback=settings.audit.rollback,
+        max_rollbacks=MAX_ROLLBACKS,
+        straggler_every=settings.straggler.every,
+        straggler_factor=settings.straggler.factor,
+        straggler_reports=settings.straggler.reports,
+        quarantine_after=quarantine.after_crashes,
+        crash_window_s=quarantine.crash_window_s,
+        quarantine_s=quarantine.duration_s,
+        quarantine_patience_s=quarantine.patience_s,
     )
 
 
@@ -35,20 +74,19 @@ def _fraction_of(name: str) -> float:
 def worker_options(
     run_folder: str,
     settings: TrainSettings,
-    policy: Policy,
     faults: tuple[Fault, ...] = (),
     profile: str | None = None,
 ) -> WorkerOptions:
     """`run_folder` is the URL of the run, `profile` the text of `--profile`. Raises `UserError`."""
     return WorkerOptions(
         run_folder=run_folder,
-        collective_timeout_s=policy.collective_timeout_s,
-        checkpoint_every=settings.checkpoint_steps,
-        faults=faults,
-        snapshot_every=settings.snapshot_every,
-        audit_every=settings.audit_every,
+        collective_timeout_s=settings.failure.collective_timeout_s,
+        checkpoint_every=settings.checkpoint.every_steps,
+        snapshot_every=settings.snapshot.every,
+        audit_every=settings.audit.every,
+        straggler_every=settings.straggler.every,
         network=Network(settings.network.interface, settings.network.port_range),
-        straggler_every=settings.straggler_every,
+        faults=faults,
         profiled=parse_profile(profile) if profile else None,
     )
 

@@ -33,10 +33,12 @@ from pipelines.hugging_face.recipe import with_model_of_folder
 from pipelines.loop.script import Script
 from pipelines.observe.history.run_folder import (
     RECIPE,
+    RECIPE_FORMAT,
     RunFolder,
     damaged_file,
     default_tracking_uri,
     named_storage,
+    refuse_other_format,
 )
 from pipelines.observe.sidecar.notify import check_url
 from pipelines.run.custom_plan import (
@@ -64,8 +66,6 @@ from pipelines.settings.home import expanded
 from pipelines.settings.overrides import Given, differing_training_settings, first_problem, override
 from pipelines.settings.recipe import Recipe
 from pipelines.settings.user_code import code_of_user
-
-RECIPE_FORMAT = 1
 
 
 @dataclass(frozen=True)
@@ -136,7 +136,7 @@ def make_plan(request: TrainRequest, num_gpus: int) -> RunPlan:
     faults, draining_workers = parse_faults(request.inject)
     settings = _with_places(settings, request, folder)
     tracking_uri = _tracking_uri(request)
-    options = worker_options(folder.url, settings, policy, faults, request.profile)
+    options = worker_options(folder.url, settings, faults, request.profile)
     _refuse_unusable(folder)
     factory = _program(
         settings, custom, request.data_cache or named_storage(request.storage).at("data").url
@@ -161,8 +161,8 @@ def make_plan(request: TrainRequest, num_gpus: int) -> RunPlan:
         observers=(
             _sidecar(folder, tracking_uri, request.experiment, notify_url, settings.notify_after_s),
         ),
-        driver_timeout_s=settings.driver_timeout_s,
-        orphan_timeout_s=settings.orphan_timeout_s,
+        driver_timeout_s=settings.failure.driver_timeout_s,
+        orphan_timeout_s=settings.failure.orphan_timeout_s,
         detached=request.detach,
         sources=digest_of_sources(),
     )
@@ -271,7 +271,7 @@ def settings_of(request: TrainRequest) -> tuple[TrainSettings, Recipe | Script |
     options = {
         "--data": ("data.source", request.data),
         "--steps": ("steps", request.steps),
-        "--audit-every": ("audit_every", request.audit_every),
+        "--audit-every": ("audit.every", request.audit_every),
         "--interface": ("network.interface", request.interface),
         "--ports": ("network.ports", request.ports),
     }
@@ -350,7 +350,8 @@ def _refuse_other_training_settings(
 
 
 def _stored_settings(folder: RunFolder, stored: dict[str, Any]) -> TrainSettings:
-    """The settings in `recipe.json`. Raises `UserError` if the file is damaged."""
+    """The settings in `recipe.json`. Raises `UserError` for another format or a damaged file."""
+    refuse_other_format(folder, stored)
     try:
         return TrainSettings.model_validate(stored["settings"])
     except KeyError:

@@ -26,10 +26,13 @@ from pipelines.observe.view.sweep_table import Row, measure, refused, show, writ
 from pipelines.run.drive import Interrupts, open_cluster, with_worker_resources
 from pipelines.run.plan import RunPlan, TrainRequest, make_plan, store_recipe
 from pipelines.run.preflight import refuse_unstartable
+from pipelines.run.recipes import name_of
 from pipelines.settings.errors import LayoutRefused, UserError
 
 EXPERIMENT = "sweep"
-UNDISTURBED = ("eval_every=0", "checkpoint_every=0", "snapshot_every=0")
+NUM_STEPS = 10
+"""Steps per layout if the request names no number."""
+UNDISTURBED = ("eval_every=0", "checkpoint.every=0", "snapshot.every=0")
 """Periodic work that would disturb the timing of some steps; `--set` may turn it on."""
 TRACKING_PATIENCE_S = 30.0
 MAX_START_TIMEOUT_S = 1e9
@@ -37,16 +40,17 @@ MAX_START_TIMEOUT_S = 1e9
 
 @dataclass(frozen=True)
 class SweepRequest:
-    """The command line of `elastic sweep`, as typed."""
+    """A request to train the same under each of several layouts."""
 
-    recipe: str
+    train: TrainRequest
+    """What to train; name, workers and layout of a run are those of the trial."""
     layouts: str
-    storage: str = "runs"
-    steps: int = 10
-    data: str | None = None
-    changes: tuple[str, ...] = ()
     start_timeout_s: float = 600.0
     """How long a layout waits for its workers: a cluster may have to start machines."""
+
+    @property
+    def steps(self) -> int:
+        return NUM_STEPS if self.train.steps is None else self.train.steps
 
 
 @dataclass
@@ -68,7 +72,7 @@ def sweep(request: SweepRequest, console: Console) -> int:
     0 if any layout ran. Raises `UserError`.
     """
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    folder = Path(request.storage) / "sweeps" / stamp
+    folder = Path(request.train.storage) / "sweeps" / stamp
     num_gpus = torch.cuda.device_count()
     trials = trials_of(request, folder, num_gpus)
     console.print(f"sweep {stamp}: {folder}", soft_wrap=True, highlight=False)
@@ -78,7 +82,8 @@ def sweep(request: SweepRequest, console: Console) -> int:
         rows = [trial.row for trial in trials if trial.row is not None]
         folder.mkdir(parents=True, exist_ok=True)
         files = write(folder, rows)
-        show(console, f"{request.recipe}, {request.steps} steps per layout", rows, _unit(trials))
+        title = f"{name_of(request.train.recipe)}, {request.steps} steps per layout"
+        show(console, title, rows, _unit(trials))
         console.print(f"table: {files[0]}, {files[1]}", soft_wrap=True, highlight=False)
         _track(trials, console, interrupts)
     except KeyboardInterrupt:
@@ -95,8 +100,9 @@ def trials_of(request: SweepRequest, folder: Path, num_gpus: int) -> list[Trial]
     if not 0.0 < request.start_timeout_s <= MAX_START_TIMEOUT_S:
         raise UserError(f"--start-timeout {request.start_timeout_s:g}: give seconds, e.g. 600")
     layouts = parse_layouts(request.layouts)
-    if is_remote(request.storage):
-        raise UserError(f"--storage {request.storage}: a sweep needs a local folder; name one")
+    storage = request.train.storage
+    if is_remote(storage):
+        raise UserError(f"--storage {storage}: a sweep needs a local folder; name one")
     trials = [_trial(request, folder, layout, num_gpus) for layout in layouts]
     for trial in trials:
         if trial.plan is not None:
@@ -126,18 +132,18 @@ def _unit(trials: list[Trial]) -> str:
 
 def _trial(request: SweepRequest, folder: Path, layout: Layout, num_gpus: int) -> Trial:
     """Plan one layout. An infeasible layout becomes a row; any other problem is a `UserError`."""
-    run = TrainRequest(
-        recipe=request.recipe,
+    storage = request.train.storage
+    run = replace(
+        request.train,
         run_name=str(layout).replace("=", "").replace(",", "-"),
         storage=str(folder),
         workers=f"{layout.num_workers}:{layout.num_workers}",
         layout=str(layout),
         steps=request.steps,
-        data=request.data,
-        changes=(*UNDISTURBED, *request.changes),
-        tracking_uri=default_tracking_uri(request.storage),
+        changes=(*UNDISTURBED, *request.train.changes),
+        tracking_uri=default_tracking_uri(storage),
         experiment=EXPERIMENT,
-        data_cache=str(Path(request.storage) / "data"),
+        data_cache=str(Path(storage) / "data"),
     )
     try:
         return Trial(layout, make_plan(run, num_gpus))

@@ -1,31 +1,51 @@
 """Settings of a run: everything that a recipe can choose."""
 
-from pipelines.settings.settings import (
-    CacheSettings,
+from pipelines.settings.fault_tolerance import (
+    AuditSettings,
+    CheckpointSettings,
+    FailureSettings,
+    GrowthSettings,
+    LossMonitorSettings,
+    QuarantineSettings,
+    SnapshotSettings,
+    StragglerSettings,
+)
+from pipelines.settings.models import (
     CustomModelSettings,
-    DataSettings,
     ExpertsSettings,
     HuggingFaceSettings,
     LoraSettings,
     MlpSettings,
+    TransformerSettings,
+)
+from pipelines.settings.setting import Settings
+from pipelines.settings.settings import (
+    CacheSettings,
+    DataSettings,
     NetworkSettings,
     OptimizerSettings,
-    Settings,
     TrainSettings,
-    TransformerSettings,
 )
 
 __all__ = [
+    "AuditSettings",
     "CacheSettings",
+    "CheckpointSettings",
     "CustomModelSettings",
     "DataSettings",
     "ExpertsSettings",
+    "FailureSettings",
+    "GrowthSettings",
     "HuggingFaceSettings",
     "LoraSettings",
+    "LossMonitorSettings",
     "MlpSettings",
     "NetworkSettings",
     "OptimizerSettings",
+    "QuarantineSettings",
     "Settings",
+    "SnapshotSettings",
+    "StragglerSettings",
     "TrainSettings",
     "TransformerSettings",
 ]

@@ -42,7 +42,7 @@ def _refuse_spike_factor_up_to_one(factor: float) -> float:
 
 def _refuse_straggler_factor_up_to_one(factor: float) -> float:
     if factor <= 1.0:
-        raise ValueError("must be greater than 1 (straggler_every=0 disables detection)")
+        raise ValueError("must be greater than 1 (straggler.every=0 disables detection)")
     return factor
 
 

@@ -10,73 +10,7 @@ from typing import Any, NamedTuple, get_origin
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
 from pipelines.settings.errors import UserError
-from pipelines.settings.settings import TrainSettings
-
-RESUMABLE_SETTINGS = frozenset(
-    {
-        "steps",
-        "eval_every",
-        "eval_samples",
-        "checkpoint_every",
-        "keep_last",
-        "keep_every",
-        "keep_best",
-        "snapshot_every",
-        "snapshot_redundancy",
-        "max_skipped",
-        "spike_factor",
-        "spike_window",
-        "audit_every",
-        "audit_rollback",
-        "statistics_every",
-        "start_timeout_s",
-        "form_timeout_s",
-        "form_timeout_per_worker_s",
-        "form_factor",
-        "reshard_timeout_s",
-        "first_step_timeout_s",
-        "hang_timeout_s",
-        "hang_factor",
-        "hang_share",
-        "max_attempts",
-        "quiesce_deadline_s",
-        "quiesce_deadline_cuda_s",
-        "quiesce_factor",
-        "collective_timeout_s",
-        "records_timeout_s",
-        "snapshot_server_timeout_s",
-        "save_timeout_s",
-        "save_backoff_s",
-        "driver_timeout_s",
-        "orphan_timeout_s",
-        "silence_timeout_s",
-        "growth_horizon_s",
-        "standby_timeout_s",
-        "gang_timeout_s",
-        "straggler_every",
-        "straggler_factor",
-        "straggler_reports",
-        "quarantine_after",
-        "crash_window_s",
-        "quarantine_s",
-        "quarantine_patience_s",
-        "activation_checkpointing",
-        "compile",
-        "record_samples",
-        "schedule",
-        "reshard_after_forward",
-        "sync_each_microbatch",
-        "offload",
-        "accelerator",
-        "notify_after_s",
-        "cache",
-        "network",
-    }
-)
-"""Settings, with all that they contain, that may change when a run is resumed.
-
-All others are training settings: they define the computation, so a resumed run must keep them.
-"""
+from pipelines.settings.settings import RESUMABLE_SETTINGS, TrainSettings
 
 
 class Given(NamedTuple):
@@ -133,18 +67,29 @@ def differing_training_settings(old: TrainSettings, new: TrainSettings) -> list[
     return [
         f"{key}: {before.get(key)} -> {after.get(key)}"
         for key in before | after
-        if key.partition(".")[0] not in RESUMABLE_SETTINGS and before.get(key) != after.get(key)
+        if key not in RESUMABLE_SETTINGS and before.get(key) != after.get(key)
     ]
 
 
 def near(name: str, known: Sequence[str]) -> str:
     """The end of an error message: the known names most similar to `name`, or all of them."""
-    last = {key.rpartition(".")[2]: key for key in reversed(known)}
-    close = get_close_matches(name, known, n=3)
-    close += [last[part] for part in get_close_matches(name.rpartition(".")[2], list(last), n=3)]
+    if members := [key for key in known if key.startswith(f"{name}.")]:
+        return f"{name} is a group: " + ", ".join(members)
+    last = name.rpartition(".")[2]
+    close = [key for key in known if _is_moved(name, key)]
+    if not close:
+        by_last = {key.rpartition(".")[2]: key for key in reversed(known)}
+        close = get_close_matches(name, known, n=3)
+        close += [by_last[part] for part in get_close_matches(last, list(by_last), n=3)]
     if close:
         return "similar: " + ", ".join(dict.fromkeys(close))
     return "there are: " + ", ".join(known) if known else "there is none"
+
+
+def _is_moved(name: str, known: str) -> bool:
+    """Whether both are the same but for the group: `keep_last`, or `snapshot_every`."""
+    has_same_end = name.rpartition(".")[2] == known.rpartition(".")[2]
+    return has_same_end or name.replace(".", "_") == known.replace(".", "_")
 
 
 def _parse(settings: Any, key: str, text: str, written: str) -> Any:

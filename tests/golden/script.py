@@ -42,6 +42,7 @@ from dataclasses import replace
 from itertools import groupby
 
 from sim.reporting import command_in_words, phase_in_words
+from users_policy import quiet_policy
 
 from elastic.controller.core import Core
 from elastic.geometry.target_layout import TargetLayout
@@ -80,7 +81,6 @@ from elastic.protocol.events import (
     WorkerReady,
     WorkerSuspected,
 )
-from elastic.protocol.policy import Policy
 from elastic.protocol.step_records import RecordsSent
 from elastic.protocol.votes import StepRecord, Vote
 from elastic.reshard.snapshot_placement import ParitySlot, Slot, SnapshotServer
@@ -287,7 +287,7 @@ def _opening_of(options: dict[str, str]) -> RunOpened:
     )
     target_layout = TargetLayout.parse(options.get("layout", ""), int(max_workers))
     snapshot_every = int(options.get("snapshot_every", 0))
-    policy = Policy(
+    policy = quiet_policy(
         int(min_workers),
         int(max_workers),
         snapshot_every=snapshot_every,

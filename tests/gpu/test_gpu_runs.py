@@ -11,7 +11,7 @@ from one_gpu import NEEDS_GPU
 from actors.runtime.fault_spec import Fault
 from elastic.protocol.events import WorkerDraining
 from pipelines.run.recipes import tiny
-from pipelines.settings import DataSettings, TrainSettings
+from pipelines.settings import CheckpointSettings, DataSettings, TrainSettings
 
 pytestmark = NEEDS_GPU
 
@@ -102,7 +102,7 @@ def test_draining_worker_sends_its_shard(tmp_path: Path, on_cpu) -> None:
 
 
 def test_shard_without_a_holder_comes_from_the_checkpoint(tmp_path: Path, on_cpu) -> None:
-    settings = SETTINGS.model_copy(update={"checkpoint_every": 8})
+    settings = SETTINGS.model_copy(update={"checkpoint": CheckpointSettings(every=8)})
     faults = (Fault("kill", "w1", 20, "compute"),)
     run = train(tmp_path, 2, settings, layout="fsdp=2", faults=faults)
     assert_equal_training(run, on_cpu)

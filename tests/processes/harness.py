@@ -10,6 +10,8 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from users_policy import quiet_policy
+
 from actors.controller.shell import Shell
 from actors.local.process_fleet import NODE, ProcessFleet
 from actors.runtime.factory import Factory
@@ -129,7 +131,7 @@ def run_in_processes(
 
 def build_policy(min_workers: int, workers: int, changes: dict[str, float | str]) -> Policy:
     """The policy of a test: shorter deadlines than the defaults, but enough for a busy machine."""
-    return Policy(
+    return quiet_policy(
         **{
             "min_workers": min_workers,
             "max_workers": workers,
@@ -150,13 +152,13 @@ def build_options(
 ) -> WorkerOptions:
     return WorkerOptions(
         str(folder),
-        policy.collective_timeout_s,
-        settings.checkpoint_steps,
-        faults,
-        policy.snapshot_every,
-        policy.audit_every,
-        network,
-        policy.straggler_every,
+        collective_timeout_s=policy.collective_timeout_s,
+        checkpoint_every=settings.checkpoint.every_steps,
+        snapshot_every=policy.snapshot_every,
+        audit_every=policy.audit_every,
+        straggler_every=policy.straggler_every,
+        network=network,
+        faults=faults,
     )
 
 
@@ -169,7 +171,7 @@ def build_job(settings: TrainSettings, program: TrainingProgram) -> Job:
         state_bytes=sum(spec.num_bytes for spec in specs),
         param_bytes=sum(spec.num_bytes for spec in specs if spec.kind == "parameter"),
         steps=settings.steps,
-        checkpoint_every=settings.checkpoint_steps,
+        checkpoint_every=settings.checkpoint.every_steps,
         limits=shape.limits,
         layer_costs=tuple(layer.cost for layer in shape.layers),
         seed=settings.seed,

@@ -29,7 +29,12 @@ from pipelines.observe.history.history import read_history
 from pipelines.observe.history.run_folder import RunFolder
 from pipelines.run.program import TrainingProgram
 from pipelines.run.recipes import tiny, tiny_moe
-from pipelines.settings import DataSettings, OptimizerSettings
+from pipelines.settings import (
+    CheckpointSettings,
+    DataSettings,
+    LossMonitorSettings,
+    OptimizerSettings,
+)
 
 NUM_STEPS = 24
 SETTINGS = tiny().model_copy(
@@ -40,7 +45,7 @@ SETTINGS = tiny().model_copy(
         "steps": NUM_STEPS,
         "eval_every": 0,
         "eval_samples": 4,
-        "checkpoint_every": 0,
+        "checkpoint": CheckpointSettings(every=0),
     }
 )
 FLIP = Fault("flip", "w1", 7)
@@ -119,7 +124,9 @@ def test_non_finite_held_out_losses_are_null_and_the_run_completes_after_a_resum
     tmp_path: Path,
 ) -> None:
     """Evaluations are NaN, infinite, or count nothing; metrics, journal and status report it."""
-    settings = with_settings(eval_every=1, steps=6, checkpoint_every=2, keep_last=1, keep_best=1)
+    settings = with_settings(
+        eval_every=1, steps=6, checkpoint=CheckpointSettings(every=2, keep_last=1, keep_best=1)
+    )
     for steps in (4, 6):
         settings = settings.model_copy(update={"steps": steps})
         run = run_in_processes(tmp_path, settings, 2, program="bad_number_programs:bad_evaluations")
@@ -172,7 +179,7 @@ def test_too_many_consecutive_skipped_steps_end_the_run_after_a_checkpoint(tmp_p
 @pytest.mark.slow
 def test_loss_spike_rolls_back_and_skips_its_batches(tmp_path: Path) -> None:
     samples = tmp_path / "samples.jsonl"
-    settings = with_settings(record_samples=samples, checkpoint_every=5)
+    settings = with_settings(record_samples=samples, checkpoint=CheckpointSettings(every=5))
     options = {
         "spike_factor": 3.0,
         "spike_window": 8,
@@ -294,7 +301,7 @@ def test_worker_with_a_flipped_bit_is_replaced(tmp_path: Path) -> None:
 def test_audit_rollback_undoes_the_effect_of_a_flipped_bit(layout: str, tmp_path: Path) -> None:
     run = run_in_processes(
         tmp_path,
-        with_settings(checkpoint_every=4),
+        with_settings(checkpoint=CheckpointSettings(every=4)),
         int(layout[-1]),
         layout=layout,
         faults=(FLIP,),
@@ -316,7 +323,7 @@ def test_two_unequal_replicas_roll_back_without_a_majority(layout: str, tmp_path
     num_workers = 2 if layout == "dp=2" else 4
     run = run_in_processes(
         tmp_path,
-        with_settings(checkpoint_every=4),
+        with_settings(checkpoint=CheckpointSettings(every=4)),
         num_workers,
         layout=layout,
         faults=(FLIP,),
@@ -333,13 +340,13 @@ def test_two_unequal_replicas_roll_back_without_a_majority(layout: str, tmp_path
 
 @pytest.mark.slow
 def test_two_unequal_replicas_end_a_run_without_a_rollback_target(tmp_path: Path) -> None:
-    settings = with_settings(spike_window=1)
+    settings = with_settings(loss_monitor=LossMonitorSettings(spike_window=1))
     run = run_in_processes(
         tmp_path, settings, 2, layout="dp=2", faults=(FLIP,), audit_every=4, spike_window=1
     )
     assert exit_code(run.stopped, 0) == 1
     assert "w0 and w1 hold different bits" in run.stopped.reason
-    assert "set checkpoint_every" in run.stopped.reason
+    assert "set checkpoint.every" in run.stopped.reason
     assert find_checkpoints(run.run).whole[-1].step == 8
     # A person has checked the run, and starts it again.
     resumed = run_in_processes(tmp_path, settings, 2, layout="dp=2", audit_every=4)

@@ -32,7 +32,7 @@ from pipelines.run.in_process import without_deadlines
 from pipelines.run.plan import TrainRequest, make_plan, store_recipe
 from pipelines.settings.errors import UserError
 
-SETTINGS = ("data.seq_len=16", "checkpoint_every=4", "batch=6")
+SETTINGS = ("data.seq_len=16", "checkpoint.every=4", "batch=6")
 STEPS, MORE_STEPS = 10, 12
 
 

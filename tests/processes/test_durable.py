@@ -18,7 +18,7 @@ from s3 import CREDENTIALS, S3Proxy
 from actors.runtime.fault_spec import Fault
 from elastic.protocol.events import Event, PartFailed, StepCommitted
 from pipelines.run.recipes import tiny
-from pipelines.settings import DataSettings
+from pipelines.settings import CheckpointSettings, DataSettings
 
 NUM_STEPS = 48
 SETTINGS = tiny().model_copy(
@@ -26,7 +26,7 @@ SETTINGS = tiny().model_copy(
         "data": DataSettings(source="random", seq_len=16),
         "dtype": "float64",
         "steps": NUM_STEPS,
-        "checkpoint_every": 8,
+        "checkpoint": CheckpointSettings(every=8),
     }
 )
 
@@ -101,7 +101,7 @@ def test_newest_multiples_and_best_checkpoints_are_kept(
 
 @pytest.mark.slow
 def test_checkpoints_by_time(tmp_path: Path, undisturbed: Outcome) -> None:
-    settings = SETTINGS.model_copy(update={"checkpoint_every": 0})
+    settings = SETTINGS.model_copy(update={"checkpoint": CheckpointSettings(every=0)})
     run = run_in_processes(tmp_path, settings, 2, layout="fsdp=2", checkpoint_every_s=0.2)
     assert_same_losses(run, undisturbed)
     times = [line["time"] for line in run.lines_of("RequestCheckpoint")]

@@ -24,6 +24,7 @@ from pipelines.hugging_face.causal_lm import positions_of
 from pipelines.hugging_face.export import export
 from pipelines.run.plan import TrainRequest, make_plan
 from pipelines.run.program import TrainingProgram
+from pipelines.settings import CheckpointSettings
 from pipelines.settings.errors import UserError
 from pipelines.training.workload.optimizer import learning_rate
 
@@ -57,7 +58,7 @@ def request_for(folder: Path, *changes: str) -> TrainRequest:
 def train_with_faults(tmp_path: Path, *changes: str) -> tuple[dict[int, float], TrainingProgram]:
     """Train with four workers, of which two are killed and one is drained."""
     plan = make_plan(request_for(tmp_path, *changes), 0)
-    settings = plan.settings.model_copy(update={"checkpoint_every": NUM_STEPS})
+    settings = plan.settings.model_copy(update={"checkpoint": CheckpointSettings(every=NUM_STEPS)})
     folder = plan.run.program.kwargs["data_folder"]
     run = run_in_processes(
         tmp_path / "run",

@@ -11,14 +11,14 @@ from actors.runtime.fault_spec import Fault
 from pipelines.observe.history.history import read_history
 from pipelines.observe.history.run_folder import RunFolder
 from pipelines.run.recipes import tiny
-from pipelines.settings import DataSettings
+from pipelines.settings import CheckpointSettings, DataSettings
 
 SETTINGS = tiny().model_copy(
     update={
         "data": DataSettings(source="random", seq_len=16),
         "steps": 60,
         "eval_every": 0,
-        "checkpoint_every": 10,
+        "checkpoint": CheckpointSettings(every=10),
     }
 )
 
@@ -54,7 +54,7 @@ def test_goodput_of_a_rolled_back_run_agrees_with_its_files(tmp_path: Path) -> N
 
 
 def test_last_goodput_reading_is_of_the_end_of_the_run(tmp_path: Path) -> None:
-    settings = SETTINGS.model_copy(update={"steps": 3, "checkpoint_every": 0})
+    settings = SETTINGS.model_copy(update={"steps": 3, "checkpoint": CheckpointSettings(every=0)})
     run_in_processes(tmp_path / "run", settings, 1)
     history = read_history(RunFolder.of(tmp_path, "run"))
     assert history.account.readings[-1].step == 3

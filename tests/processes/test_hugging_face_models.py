@@ -29,7 +29,7 @@ from pipelines.hugging_face.causal_lm import positions_of
 from pipelines.hugging_face.export import export
 from pipelines.run.plan import TrainRequest, make_plan
 from pipelines.run.recipes import load
-from pipelines.settings import DataSettings, TrainSettings
+from pipelines.settings import CheckpointSettings, DataSettings, TrainSettings
 from pipelines.settings.errors import UserError
 from pipelines.training.workload.optimizer import learning_rate
 
@@ -194,7 +194,9 @@ def assert_equals_plain_loop(folder: Path, case: Case) -> None:
 def test_killed_and_resharded_run_is_exported_for_transformers(tmp_path: Path) -> None:
     """`transformers` loads the export."""
     model_folder = save_model(tmp_path, "qwen3")
-    settings = settings_for(model_folder, steps=14, eval_every=0, checkpoint_every=7)
+    settings = settings_for(
+        model_folder, steps=14, eval_every=0, checkpoint=CheckpointSettings(every=7)
+    )
     kill = Fault("kill", "w3", 4, "compute")
     due = ((8, LayoutRequested("other", TargetLayout.parse("dp=2,tp=2"))),)
     run = run_in_processes(

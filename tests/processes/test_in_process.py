@@ -28,7 +28,7 @@ from pipelines.run.in_process import train_in_process, without_deadlines
 from pipelines.run.plan import TrainRequest, make_plan, settings_of, store_recipe
 from pipelines.settings.errors import UserError
 
-FLOAT64 = ("dtype=float64", "data.seq_len=16", "checkpoint_every=4", "batch=6")
+FLOAT64 = ("dtype=float64", "data.seq_len=16", "checkpoint.every=4", "batch=6")
 
 
 def request_for(storage: Path, steps: int, **changes: object) -> TrainRequest:

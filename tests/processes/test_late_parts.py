@@ -12,7 +12,7 @@ from actors.controller.shell import Shell
 from actors.runtime.fault_spec import Fault
 from elastic.protocol.events import Event, StepCommitted, StopRequested, WorkerLost
 from pipelines.run.recipes import tiny
-from pipelines.settings import DataSettings
+from pipelines.settings import CheckpointSettings, DataSettings
 
 PATIENCE_S = 3.0
 SETTINGS = tiny().model_copy(
@@ -20,7 +20,7 @@ SETTINGS = tiny().model_copy(
         "data": DataSettings(source="random", seq_len=16),
         "steps": 100_000,
         "eval_every": 0,
-        "checkpoint_every": 8,
+        "checkpoint": CheckpointSettings(every=8),
     }
 )
 

@@ -10,7 +10,7 @@ from killed_run import run_until_killed
 from run_checks import assert_each_sample_once
 
 from pipelines.run.recipes import tiny
-from pipelines.settings import DataSettings
+from pipelines.settings import CheckpointSettings, DataSettings
 
 NUM_STEPS = 72
 SESSIONS = (
@@ -32,7 +32,7 @@ def test_run_killed_six_times_resumes_each_time_under_another_layout(tmp_path: P
             "data": DataSettings(source="random", seq_len=16),
             "dtype": "float64",
             "steps": NUM_STEPS,
-            "checkpoint_every": 4,
+            "checkpoint": CheckpointSettings(every=4),
         }
     )
     undisturbed = run_in_processes(tmp_path / "undisturbed", settings, 1)

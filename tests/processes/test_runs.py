@@ -25,7 +25,7 @@ from elastic.geometry.target_layout import TargetLayout
 from elastic.protocol.events import LayoutRequested, NodeDraining, WorkerDraining
 from pipelines.run.program import TrainingProgram
 from pipelines.run.recipes import tiny
-from pipelines.settings import DataSettings
+from pipelines.settings import CheckpointSettings, DataSettings
 
 NUM_STEPS = 64
 SETTINGS = tiny().model_copy(
@@ -319,7 +319,7 @@ def test_layout_requests_reshard_a_running_run(
 def test_loss_of_a_shard_without_replicas_rolls_back_to_the_newest_checkpoint(
     tmp_path: Path, undisturbed: Outcome
 ) -> None:
-    settings = with_recorded_samples(tmp_path, checkpoint_every=8)
+    settings = with_recorded_samples(tmp_path, checkpoint=CheckpointSettings(every=8))
     fault = Fault("kill", "w1", 30, "compute")
     run = run_in_processes(tmp_path, settings, 2, layout="fsdp=2", faults=(fault,))
     assert_same_training(run, undisturbed)
@@ -353,7 +353,7 @@ def test_exception_in_the_program_stops_the_run_and_names_the_worker(tmp_path: P
 def test_exception_of_the_model_fails_the_run_after_a_checkpoint(
     tmp_path: Path, exception: str, slow_s: float
 ) -> None:
-    """Also if the other worker unwinds for longer than `quiesce_deadline_s`."""
+    """Also if the other worker unwinds for longer than `failure.quiesce_deadline_s`."""
     run = run_in_processes(
         tmp_path,
         SETTINGS,

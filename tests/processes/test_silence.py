@@ -12,6 +12,7 @@ import pytest
 from harness import run_in_processes
 from interpreter_stall import STALL_S, STALLED_STEPS
 from run_checks import assert_no_step_repeated
+from users_policy import users_policy
 
 from actors.runtime.fault_spec import Fault
 from elastic.protocol.events import Event, StepCommitted, WorkerReady
@@ -22,7 +23,7 @@ from pipelines.settings import DataSettings
 SETTINGS = tiny().model_copy(
     update={"data": DataSettings(source="random", seq_len=16), "steps": 20, "eval_every": 0}
 )
-DEFAULT_POLICY = Policy()
+DEFAULT_POLICY = users_policy()
 DEFAULTS = {
     field.name: getattr(DEFAULT_POLICY, field.name)
     for field in fields(Policy)

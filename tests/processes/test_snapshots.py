@@ -17,7 +17,7 @@ from harness import Outcome, run_in_processes
 from actors.local.process_fleet import ProcessFleet
 from actors.runtime.fault_spec import Fault
 from pipelines.run.recipes import tiny
-from pipelines.settings import DataSettings
+from pipelines.settings import CheckpointSettings, DataSettings
 
 NUM_STEPS = 50
 SETTINGS = tiny().model_copy(
@@ -26,7 +26,7 @@ SETTINGS = tiny().model_copy(
         "dtype": "float64",
         "steps": NUM_STEPS,
         "eval_every": 0,
-        "checkpoint_every": 0,
+        "checkpoint": CheckpointSettings(every=0),
     }
 )
 
@@ -251,7 +251,7 @@ def test_loss_of_two_nodes_of_a_set_rolls_back_to_the_checkpoint(
     """The run continues from its checkpoint."""
     run = run_in_processes(
         tmp_path,
-        SETTINGS.model_copy(update={"checkpoint_every": 5}),
+        SETTINGS.model_copy(update={"checkpoint": CheckpointSettings(every=5)}),
         4,
         layout="fsdp=4",
         snapshot_every=1,

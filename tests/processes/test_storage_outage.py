@@ -18,13 +18,13 @@ from actors.controller.shell import Shell
 from actors.storage.checkpoint_files import find_checkpoints
 from elastic.protocol.events import Event, StepCommitted
 from pipelines.run.recipes import tiny
-from pipelines.settings import DataSettings
+from pipelines.settings import CheckpointSettings, DataSettings
 
 SETTINGS = tiny().model_copy(
     update={
         "data": DataSettings(source="random", seq_len=16),
         "steps": 100,
-        "checkpoint_every": 20,
+        "checkpoint": CheckpointSettings(every=20),
     }
 )
 DISK_BYTES, OUTAGE_S = 32 << 20, 20.0

@@ -153,7 +153,7 @@ def test_flipped_bit_is_found_and_skipped_steps_end_the_run_with_a_checkpoint(
     with a checkpoint."""
     with elastic_train(
         tmp_path, *TINY, "--workers", "3", "--steps", "400", "--layout", "dp=3",
-        "--audit-every", "5", "--set", "max_skipped=2",
+        "--audit-every", "5", "--set", "loss_monitor.max_skipped=2",
         "--inject", "flip a bit in worker 1 at step 7",
         "--inject", "nan in worker 2 at step 20", "--inject", "nan in worker 0 at step 21",
     ) as command:  # fmt: skip

@@ -191,7 +191,7 @@ def test_controller_killed_during_a_recovery_recovers(
 def test_workers_outlive_a_controller_that_gets_its_lease_late(tmp_path: Path) -> None:
     """The new controller greets them before it takes the lease and replays. Without a greeting they
     would end as orphans after 30 s."""
-    run = (*arguments("tiny", "dp=2", "2:2", 100_000), "--set", "orphan_timeout_s=30")
+    run = (*arguments("tiny", "dp=2", "2:2", 100_000), "--set", "failure.orphan_timeout_s=30")
     with elastic_train(tmp_path, *run) as command:
         command.wait_for_step(10)
         lease, away = command.folder / "lease", command.folder / "lease.away"
@@ -226,7 +226,7 @@ def test_attached_run_stops_after_its_driver_is_killed(
     tmp_path: Path, shared_ray_cluster: SharedCluster
 ) -> None:
     """The run saves a last checkpoint and stops."""
-    run = (*arguments("tiny", "dp=2", "2:2", 100_000), "--set", "driver_timeout_s=10")
+    run = (*arguments("tiny", "dp=2", "2:2", 100_000), "--set", "failure.driver_timeout_s=10")
     command = shared_ray_cluster.start(tmp_path, *run)
     command.wait_for_step(10)
     command.process.send_signal(signal.SIGKILL)

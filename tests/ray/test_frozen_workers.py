@@ -17,8 +17,8 @@ pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 NUM_NODES = 3
 HANG_TIMEOUT_S = 5.0
 MAX_RECOVERY_S = 9.0
-"""The worker is suspected after `silence_timeout_s` (5 s), since nodes have no agents yet, or as a
-hang. It is ended a second later; then the others form and commit a step."""
+"""The worker is suspected after `failure.silence_timeout_s` (5 s), since nodes have no agents yet,
+or as a hang. It is ended a second later; then the others form and commit a step."""
 FROZEN_S = 10.0
 """Less than Ray needs to declare a node dead: the node wakes up in a cluster that still has it."""
 
@@ -36,7 +36,9 @@ def freeze(processes: list[psutil.Process]) -> float:
 def test_frozen_worker_is_dropped_and_fenced(tmp_path: Path, frozen_part: str) -> None:
     """A frozen worker is killed before it can wake up. If its whole node was frozen, it wakes up
     and ends at once."""
-    train = slow_run_arguments("dp=3", f"2:{NUM_NODES}", f"hang_timeout_s={HANG_TIMEOUT_S:g}")
+    train = slow_run_arguments(
+        "dp=3", f"2:{NUM_NODES}", f"failure.hang_timeout_s={HANG_TIMEOUT_S:g}"
+    )
     with train_on_nodes(tmp_path, *train, num_nodes=NUM_NODES) as command:
         command.wait_for_step(20)
         worker, _, machine = find_drainable_node(command)
@@ -71,7 +73,7 @@ def test_dropped_worker_ends_although_its_agent_loses_the_order(
 ) -> None:
     """A worker that was dropped and still runs ends as soon as Ray kills it, or as soon as it
     detects that it is an orphan."""
-    patience = (f"hang_timeout_s={HANG_TIMEOUT_S:g}", "orphan_timeout_s=30")
+    patience = (f"failure.hang_timeout_s={HANG_TIMEOUT_S:g}", "failure.orphan_timeout_s=30")
     train = slow_run_arguments("dp=2", "1:2", *patience)
     with train_on_nodes(tmp_path, *train, num_nodes=2) as command:
         command.wait_for_step(20)

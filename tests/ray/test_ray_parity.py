@@ -52,7 +52,7 @@ def hosts_controller_or_store(processes: list[psutil.Process]) -> bool:
 
 def test_loss_of_a_node_recovers_from_snapshots(tmp_path: Path) -> None:
     train = arguments("tiny", "fsdp=4", "2:4", NUM_STEPS)
-    with train_on_nodes(tmp_path, *train, "--set", "snapshot_redundancy=xor:3") as command:
+    with train_on_nodes(tmp_path, *train, "--set", "snapshot.redundancy=xor:3") as command:
         command.wait_until(lambda: has_complete_snapshots(command, 1), "the first snapshots")
         [order] = command.lines("StartSnapshots")
         assert [len(workers) for workers in order["sets"]] == [NUM_NODES]

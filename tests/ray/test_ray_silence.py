@@ -38,7 +38,7 @@ class Rows:
         return (torch.full((256,), float(index)) / 64,)
 
 def recipe():
-    settings = TrainSettings(batch=8, microbatch=2, steps=100000, checkpoint_every=0)
+    settings = TrainSettings(batch=8, microbatch=2, steps=100000, checkpoint={"every": 0})
     return Recipe(model, loss, optimizer, Rows, settings)
 
 def model():
@@ -72,4 +72,4 @@ def test_call_that_holds_the_gil_causes_no_abort(tmp_path: Path) -> None:
     assert max(line["step_s"] for line in command.metrics()) > STALL_S - 0.5, "the stall took place"
     for kind in ("WorkerSuspected", "Abort", "WorkerLost"):
         assert not command.lines(kind), command.lines(kind)
-    assert "checkpoint_every=0: only the last step is saved" in output
+    assert "checkpoint.every=0: only the last step is saved" in output

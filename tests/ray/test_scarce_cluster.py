@@ -14,7 +14,7 @@ from test_model_axes import arguments
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 NUM_STEPS = 30
-SHORT_GANG_TIMEOUT = ("--set", "gang_timeout_s=15")
+SHORT_GANG_TIMEOUT = ("--set", "growth.gang_timeout_s=15")
 
 
 @pytest.fixture

@@ -121,8 +121,9 @@ def read_ray_data(storage: str) -> dict[str, Any]:
 
 def remaining_actors() -> list[str]:
     """The named actors that are left. Tune may end a trial's process before the trial has ended its
-    actors; they then end themselves once their driver has been silent for `driver_timeout_s`."""
-    end = time.monotonic() + TrainSettings().driver_timeout_s + 30.0
+    actors; they then end themselves once their driver has been silent for
+    `failure.driver_timeout_s`."""
+    end = time.monotonic() + TrainSettings().failure.driver_timeout_s + 30.0
     while True:
         names = [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True)]
         if not names or time.monotonic() > end:

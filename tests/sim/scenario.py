@@ -23,6 +23,7 @@ from sim.faults import (
     draw_slow_workers,
     draw_storage_faults,
 )
+from users_policy import quiet_policy
 
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Job
@@ -66,7 +67,7 @@ class Scenario:
 
 def policy_of(min_workers: int, max_workers: int, snapshot_every: int = 0) -> Policy:
     """The defaults' proportions, in a world where a step takes 50 ms."""
-    return Policy(
+    return quiet_policy(
         min_workers,
         max_workers,
         start_timeout_s=4.0,

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from time import process_time
 
+from users_policy import users_policy
+
 from elastic.controller.core import Core
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Job
@@ -20,7 +22,6 @@ from elastic.protocol.events import (
     WorkerReady,
 )
 from elastic.protocol.phases import Running
-from elastic.protocol.policy import Policy
 from elastic.protocol.votes import StepRecord, Vote
 
 NUM_WORKERS = 10_000
@@ -73,7 +74,7 @@ class Crowd:
 def test_ten_thousand_workers_start_and_lose_one_within_4_s() -> None:
     crowd = Crowd()
     began = process_time()
-    policy = Policy(NUM_WORKERS // 2, NUM_WORKERS)
+    policy = users_policy(NUM_WORKERS // 2, NUM_WORKERS)
     job = Job(num_microbatches=NUM_WORKERS, steps=1000)
     crowd.handle(RunOpened(1, policy, TargetLayout.parse("pp=4,tp=8", NUM_WORKERS), job))
     crowd.handle(StoreReady("host", 1))

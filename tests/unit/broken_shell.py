@@ -10,6 +10,8 @@ from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
 
+from users_policy import users_policy
+
 from actors.controller.shell import Shell
 from actors.controller.shell_parts import ShellParts
 from actors.storage.checkpoint_files import find_checkpoints, folder_of
@@ -74,7 +76,6 @@ from elastic.protocol.events import (
     WorkerReady,
     WorkerSuspected,
 )
-from elastic.protocol.policy import Policy
 from elastic.protocol.step_records import RecordsSent
 from elastic.protocol.votes import StepRecord, Vote
 from elastic.reshard.snapshot_placement import SnapshotServer
@@ -82,7 +83,7 @@ from elastic.reshard.snapshot_placement import SnapshotServer
 NUM_STEPS = 60
 STEP_S = 0.01
 EVENTFUL_STEP = 20
-POLICY = Policy(
+POLICY = users_policy(
     2,
     2,
     save_timeout_s=2.0,

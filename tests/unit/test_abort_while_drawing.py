@@ -7,11 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
+from users_policy import users_options
 
 from actors.runtime.interruption import Interruption
 from actors.storage.errors import Interrupted
 from actors.worker.trainer import Trainer
-from actors.worker.worker_options import WorkerOptions
 from elastic.geometry.regions import Region
 from pipelines.run.program import TrainingProgram
 from pipelines.run.recipes import tiny
@@ -25,7 +25,7 @@ def trainer(tmp_path: Path) -> Trainer:
     settings = tiny().model_dump(mode="json") | {"data": {"source": "random", "seq_len": 16}}
     settings["model"] |= {"vocab_size": VOCAB_SIZE, "dim": 32}
     program = TrainingProgram(settings=settings, data_folder=None, device="cpu")
-    options = WorkerOptions(str(tmp_path))
+    options = users_options(str(tmp_path))
     return Trainer("w0", "n0", program, options, lambda event: None, Interruption())
 
 

@@ -43,7 +43,7 @@ def test_run_config_sets_name_storage_and_retention(tmp_path: Path) -> None:
         RunConfig(name="mine", storage_path=tmp_path, checkpoint_config=checkpoints)
     )
     assert (options.name, options.storage) == ("mine", str(tmp_path))
-    assert options.changes == ("keep_last=2", "keep_best=0")
+    assert options.changes == ("checkpoint.keep_last=2", "checkpoint.keep_best=0")
     assert RunOptions.of(RunConfig(failure_config=FailureConfig(max_failures=-1))).changes == ()
 
 
@@ -84,7 +84,7 @@ def test_run_config_sets_name_storage_and_retention(tmp_path: Path) -> None:
                     checkpoint_config=CheckpointConfig(checkpoint_score_attribute="loss")
                 )
             },
-            "keep_best",
+            "checkpoint.keep_best",
         ),
     ],
 )

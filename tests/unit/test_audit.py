@@ -6,6 +6,7 @@ from random import Random
 
 import pytest
 import torch
+from users_policy import users_policy
 
 from actors.runtime.fault_spec import Fault
 from actors.runtime.faults import FaultInjector
@@ -18,7 +19,6 @@ from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.duty_records import VoidedCheckpoints
 from elastic.protocol.duty_state import CheckpointDuty
 from elastic.protocol.events import RunOpened, Saved
-from elastic.protocol.policy import Policy
 
 DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.int64, torch.uint8)
 
@@ -99,7 +99,7 @@ def test_checkpoints_that_a_rollback_voided_are_ignored_and_removed() -> None:
         (VoidedCheckpoints(3, 4),),
     ):
         core = Core(ControllerState(checkpoints=CheckpointDuty(voided=voided)))
-        core.step(0.0, RunOpened(1, Policy(), TargetLayout(), Job(8, steps=99), saved))
+        core.step(0.0, RunOpened(1, users_policy(), TargetLayout(), Job(8, steps=99), saved))
         usable_steps.append([checkpoint.step for checkpoint in core.state.checkpoints.saved])
         assert {checkpoint.step for checkpoint in saved} - set(usable_steps[-1]) == {
             step for step, _ in core.state.checkpoints.stale

@@ -58,10 +58,10 @@ CASES = {
         ["tiny", "--inject", "flip a bit in worker 1 in vote at step 7"],
         "leave out the moment",
     ),
-    "spike factor below 1": (["tiny", "--set", "spike_factor=0.5"], "greater than 1"),
+    "spike factor below 1": (["tiny", "--set", "loss_monitor.spike_factor=0.5"], "greater than 1"),
     "sentence is not understood": (["tiny", "--inject", "hurt worker 1"], "kill worker 3"),
-    "redundancy is unknown": (["tiny", "--set", "snapshot_redundancy=raid6"], "copy, or xor:3"),
-    "parity of zero snapshots": (["tiny", "--set", "snapshot_redundancy=xor:0"], "copy, or xor:3"),
+    "redundancy is unknown": (["tiny", "--set", "snapshot.redundancy=raid6"], "copy, or xor:3"),
+    "parity of zero snapshots": (["tiny", "--set", "snapshot.redundancy=xor:0"], "copy, or xor:3"),
     "steps to trace end before they begin": (["tiny", "--profile", "steps=9:3"], "steps=10:13"),
     "no steps to trace": (["tiny", "--profile", "10"], "steps=10:13"),
     "in-process with several workers": (
@@ -72,15 +72,18 @@ CASES = {
     "steps are zero": (["tiny", "--steps", "0"], "--steps 0: input should be greater than 0"),
     "steps of 23 digits": (["tiny", "--steps", "1" * 23], "--steps 1111"),
     "steps in full-width digits": (["tiny", "--steps", "\uff14"], "'--steps'"),
-    "an infinite timeout": (["tiny", "--set", "start_timeout_s=inf"], "finite"),
-    "a timeout of centuries": (["tiny", "--set", "hang_timeout_s=1e300"], "less than or equal"),
+    "an infinite timeout": (["tiny", "--set", "growth.start_timeout_s=inf"], "finite"),
+    "a timeout of centuries": (
+        ["tiny", "--set", "failure.hang_timeout_s=1e300"],
+        "less than or equal",
+    ),
     "an infinite learning rate": (["tiny", "--set", "optimizer.lr=inf"], "finite"),
     "a learning rate that is not a number": (["tiny", "--set", "optimizer.lr=nan"], "finite"),
     "minutes in other digits": (
-        ["tiny", "--set", "checkpoint_every=\u0663min"],
-        "checkpoint_every",
+        ["tiny", "--set", "checkpoint.every=\u0663min"],
+        "checkpoint.every",
     ),
-    "minutes out of bounds": (["tiny", "--set", f"checkpoint_every={'9' * 400}min"], "integer"),
+    "minutes out of bounds": (["tiny", "--set", f"checkpoint.every={'9' * 400}min"], "integer"),
     "a model with too many layers": (["tiny", "--set", "model.num_layers=100000"], "10000"),
     "a seed too large": (["tiny", "--set", f"seed={2**63}"], "less than"),
     "a trillion workers": (["tiny", "--workers", "999999999999"], "at most 100,000 workers"),
@@ -301,11 +304,11 @@ def test_stored_recipe_with_values_out_of_bounds_is_refused(storage: Path, capsy
     store_recipe(make_plan(request, num_gpus=0))
     file = storage / "run" / "recipe.json"
     stored = json.loads(file.read_text())
-    stored["settings"]["start_timeout_s"] = 1e300
+    stored["settings"]["growth"]["start_timeout_s"] = 1e300
     file.write_text(json.dumps(stored))
     arguments = ("tiny", "--run-name", "run", "--storage", str(storage), "--data", "random")
     line = expect_refusal(capsys, "train", *arguments)
-    assert "recipe.json" in line and "start_timeout_s" in line
+    assert "recipe.json" in line and "growth.start_timeout_s" in line
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""With `checkpoint_every=auto` the interval follows the measured cost and observed failures."""
+"""With `checkpoint.every=auto` the interval follows the measured cost and observed failures."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from dataclasses import replace
 from math import sqrt
 
 import pytest
+from users_policy import users_policy
 
 from elastic.controller.core import Core
 from elastic.geometry.target_layout import TargetLayout
@@ -46,7 +47,9 @@ from elastic.protocol.votes import StepRecord, Vote
 
 WORKERS = ("w0", "w1")
 MIN_INTERVAL_S, MAX_INTERVAL_S = 60.0, 900.0
-AUTO = Policy(1, 2, checkpoint_auto=True)
+AUTO = users_policy(1, 2)
+OFF = users_policy(1, 2, checkpoint_auto=False)
+TIMED = users_policy(1, 2, checkpoint_auto=False, checkpoint_every_s=600.0)
 
 
 @pytest.mark.parametrize(
@@ -159,7 +162,7 @@ def test_run_requests_a_checkpoint_after_the_first_interval() -> None:
 @pytest.mark.parametrize("notice", [NodeDraining("node-w1", 500.0), NodeAtRisk("node-w1", "spot")])
 @pytest.mark.parametrize(
     ("policy", "is_saving"),
-    [(AUTO, True), (Policy(1, 2, checkpoint_every_s=600.0), True), (Policy(1, 2), False)],
+    [(AUTO, True), (TIMED, True), (OFF, False)],
 )
 def test_notice_requests_a_checkpoint_at_once_unless_they_are_off(
     notice: Event, policy: Policy, is_saving: bool

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from users_policy import users_policy
 
 from actors.controller.fleet import answered
 from actors.controller.shell import Shell
@@ -45,12 +46,11 @@ from elastic.protocol.events import (
     StoreReady,
     WorkerReady,
 )
-from elastic.protocol.policy import Policy
 from elastic.protocol.votes import StepRecord, Vote
 
 WORKERS = ("w0", "w1")
 OPENING = RunOpened(
-    0, Policy(2, 2, save_timeout_s=0.1), TargetLayout.parse("dp=2", 2), Job(8, steps=1000)
+    0, users_policy(2, 2, save_timeout_s=0.1), TargetLayout.parse("dp=2", 2), Job(8, steps=1000)
 )
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from math import inf
 
+from users_policy import users_policy
+
 from elastic.controller.core import Core
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Job
@@ -35,7 +37,6 @@ from elastic.protocol.events import (
     WorkerReady,
 )
 from elastic.protocol.phases import Forming, Pausing, Running
-from elastic.protocol.policy import Policy
 from elastic.protocol.votes import StepRecord, Vote
 from elastic.protocol.wire import command_line
 
@@ -43,7 +44,7 @@ from elastic.protocol.wire import command_line
 def open_run(min_workers: int = 2, max_workers: int = 2, **policy: float) -> Core:
     """A core whose store is ready and whose workers start."""
     core = Core()
-    run_policy = Policy(min_workers, max_workers, **policy)  # type: ignore[arg-type]
+    run_policy = users_policy(min_workers, max_workers, **policy)  # type: ignore[arg-type]
     core.step(
         0.0, RunOpened(1, run_policy, TargetLayout(max_workers=max_workers), Job(8, steps=10))
     )
@@ -60,7 +61,7 @@ def ready_event(worker: str, digest: str = "same") -> WorkerReady:
 
 
 def test_opening_starts_the_store_and_all_workers() -> None:
-    opening = RunOpened(1, Policy(1, 2), TargetLayout(), Job(8, steps=10))
+    opening = RunOpened(1, users_policy(1, 2), TargetLayout(), Job(8, steps=10))
     commands = Core().step(0.0, opening)
     assert StartStore() in commands
     assert StartWorkers(("w0", "w1")) in commands
@@ -70,7 +71,8 @@ def test_run_opened_with_fewer_steps_than_saved_completes_at_once() -> None:
     core = Core()
     core.state.committed_step = 25
     saved = Saved(20, 1, "step-20-g1")
-    commands = core.step(0.0, RunOpened(2, Policy(), TargetLayout(), Job(8, steps=15), (saved,)))
+    opening = RunOpened(2, users_policy(), TargetLayout(), Job(8, steps=15), (saved,))
+    commands = core.step(0.0, opening)
     assert commands == [Stopped("completed", 20, "step 20 is saved: nothing to do")]
 
 
@@ -119,7 +121,8 @@ def test_worker_with_other_sources_at_the_start_ends_the_run_as_user_error() -> 
 def test_first_worker_must_have_the_sources_of_the_driver() -> None:
     core = Core()
     job = Job(steps=100, digest="driver")
-    deliver(core, RunOpened(1, Policy(max_workers=2), TargetLayout(), job), StoreReady("host", 1))
+    opening = RunOpened(1, users_policy(max_workers=2), TargetLayout(), job)
+    deliver(core, opening, StoreReady("host", 1))
     commands = deliver(core, ready_event("w0", digest="other"))
     assert isinstance(commands[-1], Stopped)
     assert "w0 on node runs other source code than the driver" in commands[-1].reason
@@ -210,7 +213,7 @@ def finish_forming(core: Core) -> None:
 def open_with_layout(target_layout: str, job: Job, num_workers: int) -> Core:
     core = Core()
     opening = RunOpened(
-        1, Policy(1, num_workers), TargetLayout.parse(target_layout, num_workers), job
+        1, users_policy(1, num_workers), TargetLayout.parse(target_layout, num_workers), job
     )
     deliver(core, opening, StoreReady("host", 1))
     return core

@@ -7,6 +7,7 @@ from random import Random
 import pytest
 from sim.faults import LAYOUTS
 from sim.reporting import command_in_words, phase_in_words
+from users_policy import users_policy
 
 from elastic.controller.core import Core
 from elastic.geometry.target_layout import TargetLayout
@@ -44,7 +45,6 @@ from elastic.protocol.events import (
     WorkerSuspected,
 )
 from elastic.protocol.phases import Aborting, Ended, Forming, Pausing, Resharding, Running, Saving
-from elastic.protocol.policy import Policy
 from elastic.protocol.votes import StepRecord, Vote
 from elastic.protocol.wire import encode
 
@@ -148,7 +148,7 @@ def draw_any_event(random: Random, core: Core) -> Event:
 def draw_opening(random: Random, incarnation: int, saved: tuple[Saved, ...]) -> RunOpened:
     max_workers = random.randint(1, 5)
     layout = random.choice(("", f"fsdp={max_workers}", "dp=2,fsdp=2", "tp=2"))
-    policy = Policy(
+    policy = users_policy(
         random.randint(1, max_workers),
         max_workers,
         max_attempts=1000,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import pytest
+from users_policy import users_policy
 
 from elastic.controller.core import Core
 from elastic.geometry.model_limits import Limits
@@ -35,7 +36,6 @@ from elastic.protocol.phases import (
     Saving,
     Waiting,
 )
-from elastic.protocol.policy import Policy
 from elastic.protocol.votes import StepRecord, Vote
 
 WORKERS = ("w0", "w1", "w2", "w3")
@@ -53,7 +53,7 @@ def request_layout(core: Core, layout: str) -> list[Command]:
 def make_waiting() -> Core:
     core = Core()
     target_layout = TargetLayout.parse("dp=4", max_workers=4)
-    deliver(core, RunOpened(1, Policy(2, 4), target_layout, JOB), StoreReady("host", 1))
+    deliver(core, RunOpened(1, users_policy(2, 4), target_layout, JOB), StoreReady("host", 1))
     return core
 
 
@@ -208,7 +208,7 @@ def test_two_layout_requests_before_a_step_boundary_cause_one_pause() -> None:
 def test_target_layout_returns_if_two_later_requests_turn_out_infeasible() -> None:
     core = Core()
     target_layout = TargetLayout.parse("pp=2", max_workers=2)
-    opening = RunOpened(1, Policy(1, 2), target_layout, Job(1, state_bytes=1000, steps=10))
+    opening = RunOpened(1, users_policy(1, 2), target_layout, Job(1, state_bytes=1000, steps=10))
     deliver(core, opening, StoreReady("host", 1))
     request_layout(core, "fsdp=1")
     request_layout(core, "dp=1")
@@ -240,7 +240,7 @@ def test_layout_that_became_infeasible_during_its_pause_is_withdrawn() -> None:
     """During the pause a worker is lost, and its replacement has too little memory."""
     core = Core()
     target_layout = TargetLayout.parse("pp=2", max_workers=2)
-    opening = RunOpened(1, Policy(2, 2), target_layout, Job(1, state_bytes=1000, steps=10))
+    opening = RunOpened(1, users_policy(2, 2), target_layout, Job(1, state_bytes=1000, steps=10))
     deliver(core, opening, StoreReady("host", 1))
     deliver(core, *(WorkerReady(worker, "node", 1) for worker in ("w0", "w1")))
     form_all(core)

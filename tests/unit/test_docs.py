@@ -37,12 +37,15 @@ from pipelines.run.in_process import train_in_process
 from pipelines.run.plan import TrainRequest, make_plan, store_recipe
 from pipelines.run.recipes import RECIPES, load
 from pipelines.settings.overrides import override
+from pipelines.settings.setting import entries_of
+from pipelines.settings.settings import RESUMABLE_SETTINGS, TrainSettings
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 README = ROOT / "README.md"
 BENCHMARKS = ROOT / "benchmarks" / "README.md"
 COMMAND_LINE = DOCS / "command-line.md"
+SETTINGS = DOCS / "settings.md"
 FILES = DOCS / "files.md"
 TOP_PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 PAGES = sorted([*TOP_PAGES, *DOCS.glob("*.md")])
@@ -115,6 +118,20 @@ def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
 def test_generated_parts_of_phases_md_are_up_to_date() -> None:
     finished = run_script("make_phases.py", "--check")
     assert finished.returncode == 0, finished.stderr
+
+
+def test_tables_of_settings_page_are_up_to_date() -> None:
+    ended = run_script("make_settings.py", "--check")
+    assert ended.returncode == 0, ended.stderr
+
+
+def test_every_setting_has_a_description_on_its_page() -> None:
+    """The test parses the page itself, without the script that wrote it."""
+    row = re.compile(r"^\| `([\w.]+)` \| [^|]+ \| (yes|no) \| (.+) \|$", re.MULTILINE)
+    rows = row.findall(SETTINGS.read_text())
+    assert all(text.endswith(".") for _, _, text in rows)
+    assert {name for name, _, _ in rows} == {entry.name for entry in entries_of(TrainSettings)}
+    assert {name for name, answer, _ in rows if answer == "yes"} == RESUMABLE_SETTINGS
 
 
 def test_phase_diagram_shows_every_transition() -> None:

@@ -35,7 +35,7 @@ from pipelines.doctor.finding import Finding
         (machine.swap(40 * 10**9, 100 * 10**9), "warning", "swapoff"),
         (machine.swap(0, 100 * 10**9), "ok", ""),
         (places.storage_speed("/x", False, 1.0, 1.0), "failed", "use another"),
-        (places.storage_speed("/x", True, 10.0, 0.1), "warning", "checkpoint_every"),
+        (places.storage_speed("/x", True, 10.0, 0.1), "warning", "checkpoint.every"),
         (places.storage_speed("/x", True, 0.1, 0.1), "ok", ""),
         (places.clock("it", 105.0, (100.0, 101.0)), "warning", "NTP"),
         (places.clock("it", 90.0, (100.0, 101.0)), "warning", "NTP"),

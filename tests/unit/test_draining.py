@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from test_core import deliver
+from users_policy import users_policy
 
 from elastic.controller.core import Core
 from elastic.geometry.target_layout import TargetLayout
@@ -38,7 +39,6 @@ from elastic.protocol.events import (
     WorkerReady,
 )
 from elastic.protocol.phases import Aborting, Forming, Pausing, Running, Waiting
-from elastic.protocol.policy import Policy
 from elastic.protocol.votes import StepRecord, Vote
 from elastic.protocol.wire import decode, encode
 from elastic.reshard.snapshot_placement import SnapshotServer
@@ -63,9 +63,10 @@ def form_group(core: Core, now: float) -> None:
 
 
 def make_training_core(nodes: str, layout: str = "", min_workers: int = 1, **policy: int) -> Core:
-    """One worker per letter, on the node of that name; step 1 has committed at START."""
+    """One worker per letter, on the node of that name; step 1 has committed at START. A notice
+    requests no checkpoint."""
     core, num_workers = Core(), len(nodes)
-    run_policy = Policy(min_workers, num_workers, **policy)  # type: ignore[arg-type]
+    run_policy = users_policy(min_workers, num_workers, **{"checkpoint_auto": False, **policy})
     job = Job(12, steps=1000)
     deliver(
         core,

@@ -32,7 +32,7 @@ from pipelines.run.recipes import mlp, tiny
 from pipelines.run.refusals import BUILT_IN
 from pipelines.run.sweep import SweepRequest, trials_of
 from pipelines.settings.errors import UserError
-from pipelines.settings.overrides import RESUMABLE_SETTINGS
+from pipelines.settings.settings import RESUMABLE_SETTINGS
 
 NUM_EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "150"))
 MAX_S = 3.0
@@ -263,9 +263,10 @@ def test_plan_of_any_request_is_made_or_refused(
 def test_any_sweep_is_planned_or_refused(
     recipe: str, layouts: str, storage: str, steps: int, changes: list[str], start_timeout_s: float
 ) -> None:
-    request = SweepRequest(
-        recipe, layouts, storage, steps, "random", tuple(changes), start_timeout_s
+    train = TrainRequest(
+        recipe, storage=storage, steps=steps, data="random", changes=tuple(changes)
     )
+    request = SweepRequest(train, layouts, start_timeout_s)
     note(f"{request}; ELASTIC_SIM_BASE={base()} repeats all examples")
     assert_planned_or_refused(lambda: trials_of(request, Path(storage) / "sweeps" / "now", 0))
 

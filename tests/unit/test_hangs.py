@@ -5,6 +5,7 @@ from __future__ import annotations
 from math import inf
 
 import pytest
+from users_policy import users_policy
 
 from elastic.controller.core import Core
 from elastic.geometry.target_layout import TargetLayout
@@ -26,7 +27,6 @@ from elastic.protocol.events import (
     WorkerReady,
 )
 from elastic.protocol.phases import Aborting, Ended, Forming, Saving
-from elastic.protocol.policy import Policy
 from elastic.protocol.votes import StepRecord, Vote
 
 
@@ -41,7 +41,7 @@ class SteppedCore:
         layout: str = "",
     ) -> None:
         self.core, self.now = Core(), 0.0
-        policy = Policy(1, num_workers)
+        policy = users_policy(1, num_workers)
         job = job or Job(max(8, num_workers), steps=1000)
         self.deliver(RunOpened(1, policy, TargetLayout.parse(layout, num_workers), job, saved))
         self.deliver(StoreReady("host", 1))

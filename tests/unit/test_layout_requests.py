@@ -9,6 +9,8 @@ from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
 
+from users_policy import users_policy
+
 from actors.controller.fleet import answered
 from actors.controller.layout_requests import LayoutReply, ask_for_layout
 from actors.controller.shell import Shell
@@ -18,7 +20,6 @@ from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Job
 from elastic.protocol.commands import Order
 from elastic.protocol.events import RunOpened, StopRequested, StoreReady, WorkerLost, WorkerReady
-from elastic.protocol.policy import Policy
 
 PATIENCE_S = 20.0
 
@@ -54,7 +55,7 @@ def make_shell(folder: Path) -> tuple[Shell, threading.Thread]:
     lease = claim(run)
     shell = Shell(run, lease)
     target_layout = TargetLayout.parse("dp=2", max_workers=2)
-    opening = RunOpened(0, Policy(2, 2), target_layout, Job(8, steps=10))
+    opening = RunOpened(0, users_policy(2, 2), target_layout, Job(8, steps=10))
     return shell, threading.Thread(target=shell.run, args=(EmptyFleet(), opening))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from users_policy import users_policy
 
 from elastic.controller.core import Core
 from elastic.duties.rollback import distrust
@@ -30,7 +31,7 @@ from elastic.reshard.snapshot_placement import Placement
 
 def make_training_core(**policy: float) -> Core:
     core = Core()
-    open_run(core, Policy(1, 1, **policy))  # type: ignore[arg-type]
+    open_run(core, users_policy(1, 1, **policy))  # type: ignore[arg-type]
     return core
 
 

@@ -5,12 +5,13 @@ from __future__ import annotations
 import json
 from math import inf, isinf, nan
 
+from users_policy import users_policy
+
 from elastic.controller.core import Core
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Job
 from elastic.protocol.events import Evaluated, RunOpened, StoreReady
 from elastic.protocol.phases import Aborting
-from elastic.protocol.policy import Policy
 from elastic.protocol.wire import decode, encode, event_line, replayed
 from pipelines.observe.history.history import History
 
@@ -34,7 +35,7 @@ def test_numbers_that_are_not_finite_are_encoded_as_null_and_deadlines_stay_infi
 
 def test_checkpoint_without_a_finite_held_out_loss_is_never_among_the_best() -> None:
     core = Core()
-    core.step(0.0, RunOpened(1, Policy(1, 1), TargetLayout(), Job(8, steps=10)))
+    core.step(0.0, RunOpened(1, users_policy(1, 1), TargetLayout(), Job(8, steps=10)))
     core.step(0.0, StoreReady("host", 1))
     core.state.committed_step = 1
     generation = core.state.generation

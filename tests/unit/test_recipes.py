@@ -45,7 +45,7 @@ def test_batch_has_a_microbatch_for_each_of_eight_workers(name) -> None:
 
 @pytest.mark.parametrize("name", RECIPES)
 def test_recipe_chooses_the_checkpoint_interval_automatically(name) -> None:
-    assert load(name).checkpoint_every == "auto"
+    assert load(name).checkpoint.every == "auto"
 
 
 @pytest.mark.parametrize("num_workers", [2, 3, 4, 6, 8])

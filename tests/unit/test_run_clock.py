@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from users_policy import users_policy
 
 from actors.controller.shell import Shell, ShellParts
 from actors.controller.shell_parts import RunClock
@@ -27,13 +28,12 @@ from elastic.protocol.events import (
     WorkerLost,
     WorkerReady,
 )
-from elastic.protocol.policy import Policy
 
 BEHIND_S = 600.0
 FORM_TIMEOUT_S = 0.4
 PROMPT_S = 60.0
 """Bound for a busy machine; deadlines that wait for the wall clock take ten times as long."""
-POLICY = Policy(2, 2, form_timeout_s=FORM_TIMEOUT_S, collective_timeout_s=0.4, max_attempts=2)
+POLICY = users_policy(2, 2, form_timeout_s=FORM_TIMEOUT_S, collective_timeout_s=0.4, max_attempts=2)
 OPENING = RunOpened(0, POLICY, TargetLayout.parse("dp=2", 2), Job(8, steps=10))
 
 

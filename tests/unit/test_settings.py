@@ -3,21 +3,43 @@
 from __future__ import annotations
 
 import json
+from dataclasses import MISSING, asdict, fields
 from pathlib import Path
 
 import pytest
 from pydantic import ValidationError
 
+from actors.worker.worker_options import WorkerOptions
+from elastic.protocol.policy import Policy
 from pipelines.run.drive import warn_unsaved
+from pipelines.run.options import policy_of
 from pipelines.run.plan import TrainRequest, make_plan
 from pipelines.run.recipes import byte_lm, mlp, tiny_moe
-from pipelines.settings import TrainSettings
+from pipelines.settings import (
+    AuditSettings,
+    CheckpointSettings,
+    FailureSettings,
+    GrowthSettings,
+    LossMonitorSettings,
+    QuarantineSettings,
+    SnapshotSettings,
+    StragglerSettings,
+    TrainSettings,
+)
 from pipelines.settings.errors import UserError
-from pipelines.settings.overrides import (
-    RESUMABLE_SETTINGS,
-    differing_training_settings,
-    override,
-    settings_from,
+from pipelines.settings.overrides import differing_training_settings, override, settings_from
+from pipelines.settings.setting import entries_of
+from pipelines.settings.settings import RESUMABLE_SETTINGS
+
+POLICY_GROUPS = (
+    AuditSettings,
+    CheckpointSettings,
+    FailureSettings,
+    GrowthSettings,
+    LossMonitorSettings,
+    QuarantineSettings,
+    SnapshotSettings,
+    StragglerSettings,
 )
 
 
@@ -57,6 +79,8 @@ def test_last_override_of_a_key_counts_and_the_recipe_is_unchanged() -> None:
         ("model.num_layer=1", "model.num_layers"),
         ("zzzz=1", "there are: model.kind"),
         ("model=1", "there is no such setting"),
+        ("checkpoint=5", "checkpoint is a group: checkpoint.every, checkpoint.keep_last"),
+        ("every=5", "similar: checkpoint.every, snapshot.every, audit.every, straggler.every"),
         ("seed", "write key=value"),
         ("optimizer.lr=fast", "valid number"),
         ("optimizer.lr=-1", "greater than 0"),
@@ -64,9 +88,9 @@ def test_last_override_of_a_key_counts_and_the_recipe_is_unchanged() -> None:
         ("compile=perhaps", "valid boolean"),
         ("dtype=float8", "'float32', 'float64' or 'bfloat16'"),
         ("batch=none", "valid integer"),
-        ("straggler_factor=1", "must be greater than 1"),
-        ("straggler_reports=0", "greater than 0"),
-        ("quarantine_after=-1", "greater than or equal to 0"),
+        ("straggler.factor=1", "must be greater than 1"),
+        ("straggler.reports=0", "greater than 0"),
+        ("quarantine.after_crashes=-1", "greater than or equal to 0"),
         ("model.kind=mlp", "'transformer'"),
         ("schedule=zero_bubble", "set schedule=interleaved_1f1b or dtype=float32"),
         ("batch=25", "batch=25 must be a multiple of microbatch=2: set batch to 24 or 26"),
@@ -120,6 +144,53 @@ def test_only_training_settings_are_compared() -> None:
     ]
 
 
+@pytest.mark.parametrize(
+    ("flat", "name"),
+    [
+        ("checkpoint_every", "checkpoint.every"),
+        ("keep_last", "checkpoint.keep_last"),
+        ("snapshot_server_timeout_s", "snapshot.server_timeout_s"),
+        ("hang_timeout_s", "failure.hang_timeout_s"),
+        ("growth_horizon_s", "growth.horizon_s"),
+        ("max_skipped", "loss_monitor.max_skipped"),
+        ("failure.keep_best", "checkpoint.keep_best"),
+    ],
+)
+def test_a_name_without_its_group_or_with_another_is_answered_with_the_right_one(
+    flat: str, name: str
+) -> None:
+    with pytest.raises(UserError) as error:
+        override(TrainSettings(), [f"{flat}=5"])
+    assert str(error.value) == f"--set {flat}: there is no such setting; similar: {name}"
+
+
+def test_the_settings_are_the_only_defaults() -> None:
+    """The policy and the worker options have none for what a setting or a duty decides."""
+    assert not [field.name for field in fields(Policy) if field.default is not MISSING]
+    settable = {entry.name.replace(".", "_") for entry in entries_of(TrainSettings)}
+    defaults = {field.name for field in fields(WorkerOptions) if field.default is not MISSING}
+    assert defaults == {"faults", "profiled", "max_snapshot_bytes"}
+    assert not defaults & settable
+
+
+def test_every_setting_of_the_policy_reaches_it() -> None:
+    """Each number of these groups changes exactly one field of the policy, or is not the core's."""
+    plain, unused = policy_of(TrainSettings(), 1, 2, "run"), set()
+    for entry in entries_of(TrainSettings):
+        if not issubclass(entry.group, POLICY_GROUPS):
+            continue
+        default = entry.field.default
+        others = {"copy": "xor:3", "auto": "7min", "0.25": "0.9", "False": "true"}
+        value = others.get(str(default), "9")
+        changed = policy_of(override(TrainSettings(), [f"{entry.name}={value}"]), 1, 2, "run")
+        before, after = asdict(plain), asdict(changed)
+        names = [name for name in before if before[name] != after[name]]
+        if not names:
+            unused.add(entry.name)
+        assert len(names) <= 1 or entry.name == "checkpoint.every", names
+    assert unused == {"failure.driver_timeout_s", "failure.orphan_timeout_s"}
+
+
 def test_another_kind_of_model_differs_in_its_fields() -> None:
     differences = differing_training_settings(byte_lm(), mlp())
     assert "model.kind: transformer -> mlp" in differences
@@ -127,9 +198,9 @@ def test_another_kind_of_model_differs_in_its_fields() -> None:
 
 
 def test_list_of_training_settings_is_frozen() -> None:
-    fields = TrainSettings.model_fields.keys()
-    assert fields >= RESUMABLE_SETTINGS
-    assert fields - RESUMABLE_SETTINGS == {
+    names = {entry.name for entry in entries_of(TrainSettings)}
+    assert names > RESUMABLE_SETTINGS
+    assert {name.partition(".")[0] for name in names - RESUMABLE_SETTINGS} == {
         "model",
         "data",
         "optimizer",
@@ -148,41 +219,42 @@ def test_list_of_training_settings_is_frozen() -> None:
 )
 def test_checkpoint_every_is_steps_time_auto_or_off(text: str, steps: int, seconds: float) -> None:
     """The default `auto` leaves the interval to the controller; 0 disables periodic checkpoints."""
-    settings = override(TrainSettings(checkpoint_every=7), [f"checkpoint_every={text}"])
-    assert (settings.checkpoint_steps, settings.checkpoint_s) == (steps, seconds)
-    assert TrainSettings().checkpoint_every == "auto"
+    before = TrainSettings(checkpoint=CheckpointSettings(every=7))
+    settings = override(before, [f"checkpoint.every={text}"])
+    assert (settings.checkpoint.every_steps, settings.checkpoint.every_s) == (steps, seconds)
+    assert TrainSettings().checkpoint.every == "auto"
     assert bool(warn_unsaved(settings)) == (text == "0")
 
 
 @pytest.mark.parametrize("text", ["never", "-1", "15 min", "1.5"])
 def test_invalid_checkpoint_every_is_refused(text: str) -> None:
-    with pytest.raises(UserError, match="checkpoint_every"):
-        override(TrainSettings(), [f"checkpoint_every={text}"])
+    with pytest.raises(UserError, match=r"checkpoint\.every"):
+        override(TrainSettings(), [f"checkpoint.every={text}"])
 
 
 @pytest.mark.parametrize("text", ["0min", "0.000001min", ".016666min"])
 def test_checkpoint_interval_under_a_second_is_refused(text: str) -> None:
     """A regression test: such an interval silently disabled checkpoints."""
     with pytest.raises(UserError) as refused:
-        override(TrainSettings(), [f"checkpoint_every={text}"])
+        override(TrainSettings(), [f"checkpoint.every={text}"])
     assert str(refused.value) == (
-        f"--set checkpoint_every={text}: must be at least 0.017min (1 s), or 0 for no periodic "
+        f"--set checkpoint.every={text}: must be at least 0.017min (1 s), or 0 for no periodic "
         "checkpoints"
     )
-    values = {**TrainSettings().model_dump(), "checkpoint_every": text}
+    values = {**TrainSettings().model_dump(), "checkpoint": {"every": text}}
     with pytest.raises(
-        UserError, match=r"recipe\.json checkpoint_every.*: must be at least 0\.017min"
+        UserError, match=r"recipe\.json checkpoint\.every.*: must be at least 0\.017min"
     ):
         settings_from(values, "recipe.json")
-    assert override(TrainSettings(), ["checkpoint_every=0.017min"]).checkpoint_s > 1.0
+    assert override(TrainSettings(), ["checkpoint.every=0.017min"]).checkpoint.every_s > 1.0
 
 
 @pytest.mark.parametrize(
     ("changes", "is_auto", "every_s"),
     [
         ((), True, 0.0),
-        (("checkpoint_every=0",), False, 0.0),
-        (("checkpoint_every=2min",), False, 120),
+        (("checkpoint.every=0",), False, 0.0),
+        (("checkpoint.every=2min",), False, 120),
     ],
 )
 def test_checkpoint_every_reaches_the_policy_of_the_controller(
@@ -193,4 +265,4 @@ def test_checkpoint_every_reaches_the_policy_of_the_controller(
     )
     policy = make_plan(request, num_gpus=0).run.opening.policy
     assert (policy.checkpoint_auto, policy.checkpoint_every_s) == (is_auto, every_s)
-    assert policy.silence_timeout_s == TrainSettings().silence_timeout_s == 5.0
+    assert policy.silence_timeout_s == TrainSettings().failure.silence_timeout_s == 5.0

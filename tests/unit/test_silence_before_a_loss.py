@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pytest
+from users_policy import users_policy
 
 from elastic.controller.core import Core
 from elastic.geometry.target_layout import TargetLayout
@@ -20,7 +21,6 @@ from elastic.protocol.events import (
     WorkerSuspected,
 )
 from elastic.protocol.phases import Running
-from elastic.protocol.policy import Policy
 from elastic.protocol.votes import StepRecord, Vote
 
 WORKERS = ("w0", "w1", "w2")
@@ -31,7 +31,9 @@ def make_running_core() -> Core:
     core = Core()
     record = StepRecord(0.0, 1, 1, 3, 1.0, 1, 0.1, 1.0, 0.5, skipped=False)
     events: list[Event] = [
-        RunOpened(1, Policy(1, 3), TargetLayout.parse("dp=3", 3), Job(6, microbatch=1, steps=100)),
+        RunOpened(
+            1, users_policy(1, 3), TargetLayout.parse("dp=3", 3), Job(6, microbatch=1, steps=100)
+        ),
         StoreReady("host", 1),
         *(WorkerReady(worker, "node", 1) for worker in WORKERS),
         *(GroupFormed(worker, 1) for worker in WORKERS),

@@ -6,6 +6,7 @@ from dataclasses import replace
 
 import pytest
 from test_hangs import SteppedCore, commit_steps
+from users_policy import users_policy
 
 from elastic.protocol.commands import Abort, RollForward
 from elastic.protocol.controller_events import ControllerRestarted, WorkerAnswered, WorkersStalled
@@ -20,13 +21,17 @@ from elastic.protocol.events import (
     WorkerSuspected,
 )
 from elastic.protocol.phases import Ended, Forming, Resharding
-from elastic.protocol.policy import Policy
 from elastic.protocol.votes import StepRecord, Vote
 from pipelines.run.options import policy_of
-from pipelines.settings import TrainSettings
+from pipelines.settings import (
+    CheckpointSettings,
+    FailureSettings,
+    SnapshotSettings,
+    TrainSettings,
+)
 
 SAVED = (Saved(1, 1, "checkpoint"),)
-PATIENCE_S = Policy().collective_timeout_s
+PATIENCE_S = users_policy().collective_timeout_s
 
 
 def wait_for_hang_abort(stepped: SteppedCore) -> float:
@@ -215,13 +220,17 @@ def test_every_deadline_of_failure_detection_is_a_setting() -> None:
         "hang_factor": 11.0,
         "hang_share": 0.5,
         "max_attempts": 9,
+    }
+    settings = TrainSettings(
+        failure=FailureSettings(**changes),
+        snapshot=SnapshotSettings(server_timeout_s=12.0),
+        checkpoint=CheckpointSettings(save_timeout_s=301.0, save_backoff_s=6.0),
+    )
+    changes |= {
         "snapshot_server_timeout_s": 12.0,
         "save_timeout_s": 301.0,
         "save_backoff_s": 6.0,
     }
-    policy = policy_of(TrainSettings.model_validate(changes), 1, 2, "run")
-    assert {name: getattr(policy, name) for name in changes} == changes
     plain = policy_of(TrainSettings(), 1, 2, "run")
-    defaults = {name: getattr(Policy(), name) for name in changes}
-    assert {name: getattr(plain, name) for name in changes} == defaults
-    assert replace(policy, **defaults) == plain
+    assert all(getattr(plain, name) != value for name, value in changes.items())
+    assert policy_of(settings, 1, 2, "run") == replace(plain, **changes)

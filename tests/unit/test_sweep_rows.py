@@ -23,6 +23,7 @@ from pipelines.observe.view.sweep_table import (
     show,
     write,
 )
+from pipelines.run.plan import TrainRequest
 from pipelines.run.sweep import SweepRequest, parse_layouts, sweep
 from pipelines.settings.errors import UserError
 
@@ -70,13 +71,15 @@ def test_malformed_list_of_layouts_is_refused_in_one_line(text: str) -> None:
 
 
 def test_sweep_of_one_step_is_refused(tmp_path: Path) -> None:
+    train = TrainRequest("tiny", storage=str(tmp_path), steps=1)
     with pytest.raises(UserError, match="--steps 1"):
-        sweep(SweepRequest("tiny", "tp=1", str(tmp_path), steps=1), Console(file=io.StringIO()))
+        sweep(SweepRequest(train, "tp=1"), Console(file=io.StringIO()))
 
 
 def test_sweep_without_a_feasible_layout_starts_no_run(tmp_path: Path) -> None:
     output = io.StringIO()
-    request = SweepRequest("tiny", "tp=8; dp=99", str(tmp_path), data="random")
+    train = TrainRequest("tiny", storage=str(tmp_path), data="random")
+    request = SweepRequest(train, "tp=8; dp=99")
     assert sweep(request, Console(file=output, width=110)) == 1
     assert "tp=8: not feasible: tp=8 does not divide 2" in output.getvalue()
     assert "dp=99: not feasible" in output.getvalue()

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from concurrent.futures import Future
 
 import pytest
+from users_policy import users_policy
 
 from actors.controller import watch
 from actors.controller.fleet import answered, missing
@@ -26,6 +27,7 @@ from elastic.protocol.votes import StepRecord, Vote
 from elastic.reshard.snapshot_placement import SnapshotServer
 
 TIMEOUT_S = 2.5
+USERS_TIMEOUT_S = users_policy().silence_timeout_s
 FASTEST_S, SLOWEST_S = PROBE_S, PROBE_S + 1.5
 """The shortest and longest delay of a suspicion: probes are sent one second apart."""
 
@@ -172,7 +174,7 @@ def test_commit_is_a_sign_of_life_of_members_only(
     posted: queue.Queue[Event], members: list[str]
 ) -> None:
     """A stalled standby worker is noticed while the members train on."""
-    watching = Watch(SilentFleet(answered("stopped")), posted.put)  # type: ignore[arg-type]
+    watching = Watch(SilentFleet(answered("stopped")), posted.put, USERS_TIMEOUT_S)  # type: ignore[arg-type]
     started, suspected = time.monotonic(), []
     try:
         watching.note_members(members)
@@ -206,7 +208,7 @@ def test_event_does_not_wait_until_1000_workers_are_probed(
     posted: queue.Queue[Event],
 ) -> None:
     fleet, waits = CostlyFleet(), []
-    watching = Watch(fleet, posted.put)  # type: ignore[arg-type]
+    watching = Watch(fleet, posted.put, USERS_TIMEOUT_S)  # type: ignore[arg-type]
     try:
         for number in range(NUM_MANY):
             watching.note(WorkerReady(f"w{number}", f"node{number // 8}", 1))
@@ -232,7 +234,7 @@ def test_signs_of_life_before_the_first_commit_count_for_the_resharded_generatio
 ) -> None:
     """After a recovery an evaluation or the data may take longer than the hang timeout."""
     monkeypatch.setattr(watch, "QUIET_S", 0.5)
-    watching = Watch(BusyFleet(), posted.put)  # type: ignore[arg-type]
+    watching = Watch(BusyFleet(), posted.put, USERS_TIMEOUT_S)  # type: ignore[arg-type]
     try:
         watching.note(WorkerReady("w0", "node", 1))
         watching.note(StateReady("w0", 7, 0, 0, 0.0, 1, 1, 2))
@@ -252,7 +254,7 @@ def test_suspected_worker_that_answers_again_is_reported(posted: queue.Queue[Eve
             return self.probes[-1]
 
     fleet = ThawingFleet()
-    watching = Watch(fleet, posted.put)  # type: ignore[arg-type]
+    watching = Watch(fleet, posted.put, USERS_TIMEOUT_S)  # type: ignore[arg-type]
     try:
         watching.note(WorkerReady("w0", "node", 1))
         assert isinstance(posted.get(timeout=5.0), WorkerSuspected)
@@ -277,7 +279,7 @@ def test_stalled_workers_are_reported_once_in_order_of_their_stall(
             elapsed_s = min(1.3, time.monotonic() - self.started)
             return answered(1 if worker == "w1" else 1 + int(1000 * elapsed_s))
 
-    watching = Watch(HangingFleet(answered("runs")), posted.put, generation=7)  # type: ignore[arg-type]
+    watching = Watch(HangingFleet(answered("runs")), posted.put, USERS_TIMEOUT_S, generation=7)  # type: ignore[arg-type]
     try:
         for worker in ("w0", "w1"):
             watching.note(WorkerReady(worker, "node", 1))

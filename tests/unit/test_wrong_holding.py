@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 import pytest
+from users_policy import users_options, users_policy
 
 from actors.runtime.compute_time import compute_times
 from actors.runtime.interruption import Interruption
@@ -13,7 +14,6 @@ from actors.worker.error_kinds import kind_of
 from actors.worker.holding import WorkerHolding
 from actors.worker.step_protocol import Stepper
 from actors.worker.trainer import Trainer
-from actors.worker.worker_options import WorkerOptions
 from elastic.controller.core import Core
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.layout import Layout
@@ -43,7 +43,6 @@ from elastic.protocol.events import (
     WorkerReady,
 )
 from elastic.protocol.phases import Saving
-from elastic.protocol.policy import Policy
 from elastic.protocol.votes import StepRecord, Vote
 from elastic.reshard.reshard_plan import ReshardPlan
 from pipelines.run.program import TrainingProgram
@@ -58,7 +57,7 @@ def trainer(tmp_path: Path) -> Trainer:
     """A worker at step 110 that holds its shard under generation 1."""
     settings = tiny().model_dump(mode="json") | {"data": {"source": "random", "seq_len": 16}}
     program = TrainingProgram(settings=settings, data_folder=None, device="cpu")
-    options = WorkerOptions(str(tmp_path))
+    options = users_options(str(tmp_path))
     trainer = Trainer("w0", "n0", program, options, lambda event: None, Interruption())
     trainer.holdings = {1: WorkerHolding(OLD, {})}
     trainer.held_step = 110
@@ -116,7 +115,7 @@ def make_running_core(num_workers: int, step: int) -> Core:
     """A run of `num_workers` replicas that has committed `step` under generation 1."""
     core = Core()
     workers = [f"w{number}" for number in range(num_workers)]
-    policy = Policy(1, num_workers, gang_timeout_s=0.0, growth_settle_s=0.0)
+    policy = users_policy(1, num_workers, gang_timeout_s=0.0, growth_settle_s=0.0)
     target_layout, job = TargetLayout.parse(f"dp={num_workers}", num_workers), Job(8, steps=1000)
     deliver(core, RunOpened(1, policy, target_layout, job), StoreReady("host", 1))
     deliver(core, *(WorkerReady(worker, "node", 1) for worker in workers))

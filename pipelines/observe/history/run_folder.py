@@ -20,6 +20,8 @@ from pipelines.settings.errors import UserError
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 RESERVED = frozenset({"data", "sweeps", "mlflow.db", "mlruns", "mlartifacts"})
 """Other names in a storage folder: prepared data, sweeps and MLflow's files."""
+RECIPE_FORMAT = 2
+"""The format of `recipe.json`; settings of another format are refused."""
 RECIPE, TRACKING, TIMELINE = "recipe.json", "tracking.json", "timeline.png"
 
 
@@ -137,6 +139,16 @@ def damaged_file(files: Storage, name: str, problem: str = "") -> UserError:
         f"{files.at(name).url} {cause}; `{repair_command(files)}` sets it aside and reports what "
         "is lost"
     )
+
+
+def refuse_other_format(folder: RunFolder, recipe: dict[str, Any]) -> None:
+    """Raises `UserError` if another version, with other settings, wrote this `recipe.json`."""
+    written = recipe.get("format")
+    if isinstance(written, int) and written != RECIPE_FORMAT:
+        raise UserError(
+            f"run '{folder.name}' in {folder.storage}: {RECIPE} has format {written}, this version "
+            f"reads {RECIPE_FORMAT}: choose another --run-name (or use the version that wrote it)"
+        )
 
 
 def default_tracking_uri(storage: str | Path) -> str:
