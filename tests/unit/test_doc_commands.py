@@ -1,6 +1,6 @@
 """The command lines of README.md and docs/*.md that start no worker run here, as written.
 
-`tests/ray/test_doc_commands.py` runs those that train; `doc_not_run.py` lists the others.
+`tests/ray/test_documented_runs.py` runs those that train; `doc_not_run.py` lists the others.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def test_the_command_line_of_another_program_succeeds(command: Command) -> None:
 
 
 def test_each_command_line_is_run_or_has_a_reason() -> None:
-    """A new one is run by this file or by `tests/ray/test_doc_commands.py`, or this fails."""
+    """A new one is run by this file or by `tests/ray/test_documented_runs.py`, or this fails."""
     known = ("python", "grep")
     strange = [c.place for c in OTHERS if c.words[0] not in known]
     assert not strange, "run these, or give the reason in tests/doc_not_run.py"

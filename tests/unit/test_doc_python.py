@@ -1,6 +1,6 @@
 """Each Python block of README.md and docs/*.md runs as it is written, in a folder with its files.
 
-Pages whose blocks start workers of Ray run in `tests/ray/test_doc_commands.py`.
+Pages whose blocks start workers of Ray run in `tests/ray/test_documented_runs.py`.
 """
 
 from __future__ import annotations

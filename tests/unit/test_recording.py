@@ -10,13 +10,14 @@ from xml.etree import ElementTree
 
 import pytest
 from rich.console import Console
+from users_policy import users_policy
 
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Job
 from elastic.protocol.commands import Resume
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import RunOpened, WorkerLost, WorkerReady
-from elastic.protocol.policy import Policy
+
 from elastic.protocol.wire import command_line, event_line
 from pipelines.observe.view.display import Display
 
@@ -57,7 +58,7 @@ def lines_of_a_run() -> dict[int, list[dict]]:
     state, job = ControllerState(), Job(steps=100)
     four, three = ("w0", "w1", "w2", "w3"), ("w0", "w1", "w2")
     events = {
-        0: [RunOpened(1, Policy(max_workers=4), TargetLayout(), job)],
+        0: [RunOpened(1, users_policy(max_workers=4), TargetLayout(), job)],
         1: [WorkerReady(worker, "node", pid=1) for worker in four],
         10: [WorkerLost("w3", "its process died")],
         25: [WorkerReady("w4", "node", pid=2)],

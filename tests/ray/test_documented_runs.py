@@ -17,7 +17,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from command_line import ROOT, Command, read
+from command_line import ROOT, Command, read_lines
 from doc_folder import make_folder
 from doc_not_run import reason
 from doc_pages import COMMANDS, PYTHON_PAGES, as_script, needs_ray
@@ -82,7 +82,7 @@ def started(
 
 def committed(folder: Path) -> int:
     """The newest committed step of the folder's only run."""
-    steps = [len(read(file)) for file in (folder / "runs").glob("*/metrics.jsonl")]
+    steps = [len(read_lines(file)) for file in (folder / "runs").glob("*/metrics.jsonl")]
     return max(steps, default=0)
 
 
