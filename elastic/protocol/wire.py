@@ -205,8 +205,8 @@ def replayed(line: dict[str, Any]) -> Event | ControllerState | None:
 
 
 def _packed(policy: Policy) -> str:
-    """The values of a policy in the order of its fields. With names they would be a third of a full
-    state."""
+    """The values of a policy in the order of its fields; with their names they would be a third of
+    a full state."""
     values = [encode(getattr(policy, name)) for name in _names(Policy)]
     short = [int(v) if isinstance(v, float) and v.is_integer() else v for v in values]
     return json.dumps(short, separators=(",", ":"))[1:-1]
