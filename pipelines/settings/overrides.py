@@ -100,7 +100,7 @@ def _parse(settings: Any, key: str, text: str, written: str) -> Any:
     if isinstance(settings, dict):
         return _as_json(text)
     annotation = type(settings).model_fields[last].rebuild_annotation()
-    value = None if text.lower() in ("none", "null") else text
+    value: str | list[str] | None = None if text.lower() in ("none", "null") else text
     if value is not None and get_origin(annotation) is tuple:
         value = text.split(",")
     try:

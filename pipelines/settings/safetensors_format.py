@@ -52,4 +52,4 @@ def with_length(header: bytes) -> bytes:
 def bytes_of(tensor: Tensor) -> memoryview:
     """The bytes of a host tensor; a view if it is contiguous, else a copy."""
     flat = tensor.detach().contiguous().flatten()
-    return memoryview(flat.view(torch.uint8).numpy())
+    return flat.view(torch.uint8).numpy().data

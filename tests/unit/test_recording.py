@@ -17,7 +17,6 @@ from elastic.geometry.training_job import Job
 from elastic.protocol.commands import Resume
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import RunOpened, WorkerLost, WorkerReady
-
 from elastic.protocol.wire import command_line, event_line
 from pipelines.observe.view.display import Display
 
