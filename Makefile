@@ -5,7 +5,7 @@ NUM_TEST_WORKERS ?= 2
 PYTEST := $(BIN)/pytest -n $(NUM_TEST_WORKERS) --no-loadscope-reorder
 RESULTS := build/tests
 
-.PHONY: setup train test ci soak bench bench-readme lint words docs clean
+.PHONY: setup train test ci soak bench bench-readme lint docs clean
 
 setup: $(READY)
 
@@ -33,8 +33,6 @@ lint: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-
-words: $(READY)
 	$(BIN)/python tools/words.py
 	$(BIN)/codespell
 

@@ -47,7 +47,7 @@ def write_run(folder: Path, num_steps: int) -> LongRun:
     run.write()
     storage = open_storage(str(folder))
     storage.write("recipe.json", b"{}")
-    claim(storage, actor=ACTOR).let_go()
+    claim(storage, actor=ACTOR).stop_renewing()
     history = load_history(RunFolder(storage))
     history.follow()
     history.save()
@@ -65,7 +65,7 @@ def copy_to(storage: Storage, folder: Path) -> int:
                 begin += len(segment)
     for name in ("recipe.json", "history.json"):
         storage.write(name, (folder / name).read_bytes())
-    claim(storage, actor=ACTOR).let_go()
+    claim(storage, actor=ACTOR).stop_renewing()
     for name in LOGS:
         while compact_oldest(LineLog(storage, name), lambda: None, name == LOGS[0]):
             continue

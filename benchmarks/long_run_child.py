@@ -87,7 +87,7 @@ class Crew:
     def attach(self, state: ControllerState) -> None:
         self.attached_at = time.perf_counter()
 
-    def clear_away(self) -> None:
+    def end_survivors(self) -> None:
         """Nothing to do: the run starts without leftovers."""
 
     def stop_worker(self, worker: str) -> None:

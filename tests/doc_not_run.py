@@ -5,7 +5,7 @@ from __future__ import annotations
 from doc_pages import COMMANDS, Command
 
 NOT_RUN = {
-    "make setup": "installs the project; whoever runs the tests has done it",
+    "make setup": "installs the project; the tests run in an environment that it has set up",
     "make docs": "continuous integration builds the site before the tests",
     "pytest tests/properties tests/sim": "continuous integration runs these tests",
     "ray up cluster.yaml": "starts machines on AWS; `unit/test_cluster_file.py` checks the file",

@@ -90,7 +90,7 @@ class Survivors(Protocol):
         as lost, and start those that never started. Workers report again what the dead controller
         may not have received."""
 
-    def clear_away(self) -> None:
+    def end_survivors(self) -> None:
         """End every survivor."""
 
 

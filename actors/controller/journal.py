@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from typing import Any
 
-from actors.storage.errors import DamagedLog, LostLease
+from actors.storage.errors import DamagedLog, LeaseFilesMissing
 from actors.storage.lease import Lease
 from actors.storage.line_epochs import newest_epoch
 from actors.storage.line_logs import LineLog, parse_line
@@ -21,17 +21,17 @@ NUM_TAIL_ROWS = 4 * NUM_KEPT_RECORDS
 
 def open_journal(journal: LineLog, lease: Lease) -> Lines:
     """Append to the journal. From now on, lines of older epochs do not count. Raises OSError,
-    `LostLease` and `LeaseLost`.
+    `LeaseFilesMissing` and `LeaseLost`.
 
     On a disk an opening line fences the older epochs. It has the time of the line before it, since
     no process has driven the run in between.
     """
     if not isinstance(journal.storage, DiskStorage):
-        return open_lines(journal, lease.epoch, lease.look)
+        return open_lines(journal, lease.epoch, lease.check_now)
     newest = newest_epoch(line for _, line in journal.lines_from_end())
     if newest > lease.epoch:
         raise _removed_lease(journal, newest, lease)
-    writer = LineFile(journal.storage.path / journal.name, lease.look, epoch=lease.epoch)
+    writer = LineFile(journal.storage.path / journal.name, lease.check_now, epoch=lease.epoch)
     try:
         [last_row] = journal.last_rows(1) or [{}]
         last = last_row.get("time")
@@ -56,7 +56,7 @@ def replay(journal: LineLog, end: int | None = None) -> Replay:
 
 def replay_of(lease: Lease, journal: LineLog) -> Replay:
     """Replay the journal for the process that opened it for writing: no older epoch can append to
-    it any more. Raises `LostLease`, and as `replay` does."""
+    it any more. Raises `LeaseFilesMissing`, and as `replay` does."""
     before = replay(journal)
     incarnation = before.core.state.incarnation
     if incarnation >= lease.epoch:
@@ -64,8 +64,8 @@ def replay_of(lease: Lease, journal: LineLog) -> Replay:
     return before
 
 
-def _removed_lease(journal: LineLog, epoch: int, lease: Lease) -> LostLease:
-    return LostLease(
+def _removed_lease(journal: LineLog, epoch: int, lease: Lease) -> LeaseFilesMissing:
+    return LeaseFilesMissing(
         f"{journal.url} has lines of epoch {epoch}, but the lease is of epoch {lease.epoch}: files "
         "of lease/ were removed"
     )

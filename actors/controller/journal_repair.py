@@ -17,7 +17,7 @@ from actors.storage.storage import DiskStorage, make_durable
 from elastic.protocol.wire import FORMAT, state_line
 from elastic.replay.replay import Replay
 
-ASIDE = "damaged"
+DAMAGED_FOLDER = "damaged"
 """The folder inside the run folder for what is set aside."""
 
 
@@ -68,10 +68,10 @@ def repair_journal(journal: LineLog, damage: Damage, lease: Lease) -> str:
         state_line(now, state),
         {"time": now, "warning": warning, "format": FORMAT},
     ]
-    lease.look()
+    lease.check_now()
     if isinstance(journal.storage, DiskStorage):
         return _repair_file(journal.storage, journal.name, damage.offset, lines, lease)
-    segments = SegmentWriter(journal, lease.epoch, lease.look, begin=damage.offset)
+    segments = SegmentWriter(journal, lease.epoch, lease.check_now, begin=damage.offset)
     for line in lines:
         segments.append(line)
     segments.ship()
@@ -81,14 +81,14 @@ def repair_journal(journal: LineLog, damage: Damage, lease: Lease) -> str:
 def _repair_file(
     run: DiskStorage, name: str, offset: int, lines: list[dict[str, Any]], lease: Lease
 ) -> str:
-    aside = f"{ASIDE}/{name}.from-byte-{offset}.epoch-{lease.epoch}"
+    aside = f"{DAMAGED_FOLDER}/{name}.from-byte-{offset}.epoch-{lease.epoch}"
     with open(run.path / name, "rb+", buffering=0) as file, cutting(file):
-        lease.look()
+        lease.check_now()
         file.seek(offset)
         with run.writing(aside) as copy:
             while block := file.read(BLOCK_BYTES):
                 copy.write(block)
-        make_durable(run.path / ASIDE)
+        make_durable(run.path / DAMAGED_FOLDER)
         file.truncate(offset)
         os.fsync(file.fileno())
     writer = open_journal(LineLog(run, name), lease)

@@ -38,7 +38,9 @@ class LayoutReply:
         return self.ended or bool(self.layout) or not changes
 
 
-def ask_for_layout(shell: Shell, target_layout: TargetLayout, patience_s: float) -> LayoutReply:
+def send_layout_request(
+    shell: Shell, target_layout: TargetLayout, patience_s: float
+) -> LayoutReply:
     """Post the request and follow it to its end, for at most `patience_s`."""
     request, reply = uuid.uuid4().hex, LayoutReply()
     deadline = time.monotonic() + patience_s

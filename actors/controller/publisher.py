@@ -66,7 +66,7 @@ class Publisher:
     ) -> None:
         """Run `act` under the lease; on an exception call `fail`. Raises `LeaseLost`."""
         try:
-            self._lease.look()
+            self._lease.check_now()
             act()
         except LeaseLost:
             raise

@@ -8,7 +8,7 @@ from pathlib import PurePosixPath
 from urllib.parse import urlsplit
 
 from actors.controller.shell import Shell
-from actors.storage.errors import DamagedLog, LeaseLost, LostLease, RunRefused
+from actors.storage.errors import DamagedLog, LeaseFilesMissing, LeaseLost, RunRefused
 from actors.storage.file_names import JOURNAL
 from actors.storage.lease import Lease, claim
 from actors.storage.storage import Storage, is_remote
@@ -34,7 +34,7 @@ def open_run(
             f"{run.at(JOURNAL).url}: {error}; choose another --run-name, or resume it with the "
             "version that wrote it"
         ) from None
-    except (DamagedLog, LostLease) as error:
+    except (DamagedLog, LeaseFilesMissing) as error:
         lease.release()
         raise RunRefused(
             f"{error}; `{repair_command(run)}` sets the damaged part aside, and the run continues "

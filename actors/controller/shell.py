@@ -63,7 +63,7 @@ class Shell(ControllerSession):
         silence_s = opening.policy.silence_timeout_s
         self._detector = parts.open_detector(fleet, self.post, state, silence_s)
         self._publisher = parts.open_publisher(self._run, self._lease, self.post)
-        self._lease.keep()
+        self._lease.start_renewing()
         self._compactor = parts.open_compactor(self._run, self._lease)
         try:
             self._start(opening, survivors)
@@ -105,7 +105,7 @@ class Shell(ControllerSession):
             self._take_over(survivors)
         else:
             if survivors:
-                attempt("survivors", survivors.clear_away)
+                attempt("survivors", survivors.end_survivors)
             if not attempt(RunOpened.__name__, partial(self._open, opening)):
                 self._give_up_opening()
         for event in self._start_guard.events:
@@ -123,7 +123,7 @@ class Shell(ControllerSession):
         """End everything, whatever raises on the way; return which lines were not written."""
         unwritten: list[str] = []
         with ExitStack() as closing:
-            closing.callback(self._lease.let_go)
+            closing.callback(self._lease.stop_renewing)
             closing.callback(lambda: unwritten.append(close_logs((self._journal, self._metrics))))
             if self._compactor:
                 closing.callback(self._compactor.close)
@@ -174,7 +174,7 @@ class Shell(ControllerSession):
 
     def _take_over(self, survivors: Survivors) -> None:
         """Take over the survivors, and repeat the commands that may not have been executed."""
-        state, again = self._core.state, self._before.again()
+        state, again = self._core.state, self._before.commands_to_repeat()
         attempt = self._start_guard.attempt
         self.post(ControllerRestarted(self._lease.epoch, self._before.now))
         for worker in sorted(state.membership.warm):
@@ -186,7 +186,7 @@ class Shell(ControllerSession):
 
     def _missing_lines(self) -> list[dict[str, Any]]:
         """The lines of the last event's commands, if the last writer died before it wrote them."""
-        commands, now = self._before.untold(), self._before.now
+        commands, now = self._before.missing_commands(), self._before.now
         lines = [command_line(now, command, self._core.state) for command in commands]
         if any(isinstance(command, Resume) for command in commands):
             lines.append(self._writer.full_state(now, self._core.state))

@@ -92,8 +92,8 @@ class StorageOrders(Protocol):
 
 
 def open_metrics(metrics: LineLog, lease: Lease) -> Lines:
-    """Append to the metrics. Raises OSError and `LostLease`."""
-    return open_lines(metrics, lease.epoch, lease.look)
+    """Append to the metrics. Raises OSError and `LeaseFilesMissing`."""
+    return open_lines(metrics, lease.epoch, lease.check_now)
 
 
 def open_detector(fleet: Fleet, post: Post, state: ControllerState, silence_s: float) -> Detector:
@@ -107,7 +107,7 @@ def open_compactor(run: Storage, lease: Lease) -> Compactor | None:
     if isinstance(run, DiskStorage):
         return None
     others = LineLog(run, METRICS), LineLog(run, SYSTEM)
-    return Compactor(LineLog(run, JOURNAL), others, lease.look)
+    return Compactor(LineLog(run, JOURNAL), others, lease.check_now)
 
 
 @dataclass(frozen=True)

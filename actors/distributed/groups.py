@@ -27,7 +27,7 @@ from elastic.protocol.commands import Form
 class Formation:
     """The process groups of one process in one generation.
 
-    The training thread calls `form` and `dissolve`. Any other thread may call `break_off` at any
+    The training thread calls `form` and `dissolve`. Any other thread may call `abort` at any
     time, also while `form` blocks: it makes the training thread's calls raise.
     """
 
@@ -75,7 +75,7 @@ class Formation:
             self.groups = self._form_world(store)
         self.transfer = self._form_transfer(store)
 
-    def break_off(self) -> None:
+    def abort(self) -> None:
         """Abort: make every blocked or future call on these groups raise."""
         with self._breaking:
             if self._dissolved:

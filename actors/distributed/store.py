@@ -14,7 +14,7 @@ from actors.runtime.network import ANYWHERE, Network, listen
 def open_store(host: str, network: Network = ANYWHERE) -> TCPStore:
     """Open a store on a free port of `host`; by itself, torch would listen on all addresses.
 
-    Raises `UnfitMachine` if no port is free.
+    Raises `UnsuitableMachine` if no port is free.
     """
     listener = listen(host, network)
     port = listener.getsockname()[1]

@@ -22,7 +22,7 @@ from actors.controller.run import RunSpec
 from actors.controller.run_opening import expected_end, open_run
 from actors.distributed.store import open_store
 from actors.runtime.factory import Factory
-from actors.runtime.network import own_address
+from actors.runtime.network import listen_address
 from actors.storage.storage import open_storage
 from actors.worker.worker import Worker
 from actors.worker.worker_options import Envelope, WorkerOptions
@@ -39,7 +39,7 @@ class LoneWorker(Worker):
 
     error: BaseException | None = None
 
-    def break_off(self) -> None:
+    def interrupt(self) -> None:
         """Abort the newest generation; no peers wait for its groups."""
         self._interruption.aborted_generation = self.intake.generation
 
@@ -66,7 +66,7 @@ class InProcessFleet:
         """`hear` gets each event of the training thread, on that thread."""
         self._post = post
         self._incarnation = incarnation
-        self._host = own_address(options.network, HOST)
+        self._host = listen_address(options.network, HOST)
         self._network = options.network
 
         def report(event: Event) -> None:
@@ -149,10 +149,10 @@ class InProcessFleet:
     def stop_snapshot_server(self, node: str) -> None:
         raise AssertionError("an in-process run has no snapshot servers")
 
-    def break_off(self) -> None:
+    def interrupt(self) -> None:
         """Make `serve` return even within a step: no controller drives the run any more."""
         if self.worker is not None:
-            self.worker.break_off()
+            self.worker.interrupt()
         self.close()
 
     def close(self) -> None:
@@ -198,7 +198,7 @@ def run_in_process(
         try:
             driving.set_result(shell.run(fleet, run.opening))
         except Exception as error:
-            fleet.break_off()
+            fleet.interrupt()
             if stopped := expected_end(error, storage.url, shell.committed_step):
                 driving.set_result(stopped)
             else:

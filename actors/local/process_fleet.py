@@ -22,7 +22,7 @@ import torch
 from actors.controller.fleet import answered, missing, process_state
 from actors.distributed.store import host_store
 from actors.runtime.factory import Factory
-from actors.runtime.network import own_address
+from actors.runtime.network import listen_address
 from actors.snapshots.server import host_snapshot_server
 from actors.worker.worker import Worker
 from actors.worker.worker_options import Envelope, WorkerOptions
@@ -66,7 +66,7 @@ class ProcessFleet:
         """`node_of` assigns workers to simulated nodes. A worker whose node is quarantined goes to
         another node that has workers, or waits."""
         START.set_forkserver_preload([*PRELOADED, program.target.partition(":")[0]])
-        self._host = own_address(options.network, HOST)
+        self._host = listen_address(options.network, HOST)
         self._program = program
         self._options = options
         self._post = post

@@ -20,7 +20,7 @@ class Aws:
         self._address = address
         self._token = ""
 
-    def look(self) -> Notice | None:
+    def poll(self) -> Notice | None:
         """See `NoticeSource`. A rebalance recommendation has no deadline."""
         interruption = self._get("spot/instance-action")
         if interruption:

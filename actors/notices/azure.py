@@ -27,7 +27,7 @@ class Azure:
         self._begun: dict[str, float] = {}
         """When this source first saw each event that names no time."""
 
-    def look(self) -> Notice | None:
+    def poll(self) -> Notice | None:
         """See `NoticeSource`. The answer also has the events of other machines of the same set."""
         self._name = self._name or query_metadata(f"{self._address}{NAME}", HEADERS) or ""
         answer = query_metadata(f"{self._address}{EVENTS}", HEADERS)

@@ -20,7 +20,7 @@ class Gcp:
         self._clock = clock
         self._deadline: float | None = None
 
-    def look(self) -> Notice | None:
+    def poll(self) -> Notice | None:
         """See `NoticeSource`. The answer has no time: the deadline counts from the first sight."""
         preempted = query_metadata(self._url, HEADERS)
         if preempted not in ("TRUE", "FALSE"):

@@ -23,14 +23,14 @@ _OPENER = build_opener(ProxyHandler({}))
 @dataclass(frozen=True)
 class Notice:
     """This machine will be gone at `deadline`, in seconds since the epoch; without a deadline it is
-    at risk. The deadline is valid only for this machine's wall clock; see `SeenNotice`."""
+    at risk. The deadline is valid only for this machine's wall clock; see `TimedNotice`."""
 
     cause: str
     deadline: float | None = None
 
 
 @dataclass(frozen=True)
-class SeenNotice:
+class TimedNotice:
     """A notice that another machine can use, though its wall clock may differ by minutes: the
     machine will be gone `left_s` after this was made."""
 
@@ -38,17 +38,17 @@ class SeenNotice:
     left_s: float | None
 
 
-def see(notice: Notice | None, wall: Callable[[], float] = time.time) -> SeenNotice | None:
+def see(notice: Notice | None, wall: Callable[[], float] = time.time) -> TimedNotice | None:
     """A notice with the time that is left by this machine's `wall` clock."""
     if notice is None:
         return None
-    return SeenNotice(notice, None if notice.deadline is None else notice.deadline - wall())
+    return TimedNotice(notice, None if notice.deadline is None else notice.deadline - wall())
 
 
 class NoticeSource(Protocol):
     """A source of termination notices."""
 
-    def look(self) -> Notice | None:
+    def poll(self) -> Notice | None:
         """The current notice, or None. Raises OSError or ValueError if there is no answer, or one
         of an unknown form."""
 

@@ -25,7 +25,7 @@ class Pod:
         self._file = file
         self._clock = clock
 
-    def look(self) -> Notice | None:
+    def poll(self) -> Notice | None:
         """See `NoticeSource`. A file counts only if it belongs to this user or to root."""
         try:
             if self._file.stat().st_uid not in (0, os.getuid()):

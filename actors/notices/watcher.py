@@ -89,7 +89,7 @@ def clouds_by_firmware(folder: Path = FIRMWARE) -> list[NoticeSource] | None:
 
 def _look(queried: _Queried) -> Notice | None:
     try:
-        notice = queried.source.look()
+        notice = queried.source.poll()
     except (OSError, ValueError, LookupError, TypeError):
         # There is no server, or another kind of server, or it is busy: none of this is a notice.
         queried.num_tries -= 1

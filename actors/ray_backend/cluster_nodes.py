@@ -11,7 +11,7 @@ import ray
 import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from actors.ray_backend.driver import join_cluster_at_hand
+from actors.ray_backend.driver import join_existing_cluster
 from actors.runtime.sources import digest_of_sources
 
 PATIENCE_S = 60.0
@@ -21,19 +21,20 @@ NUM_TRIES = 3
 
 
 @dataclass(frozen=True)
-class NodeSeen:
-    """A living node. `clock_s` is its clock, read between the two times `between` of this machine's
-    clock, in seconds since the epoch. `trouble` says why the query failed, or is empty."""
+class NodeReport:
+    """A living node. `clock_s` is its clock, read between the two times `queried_between` of this
+    machine's clock, in seconds since the epoch. `trouble` says why the query failed, or is
+    empty."""
 
     address: str
     resources: dict[str, float]
     software: dict[str, str] = field(default_factory=dict)
     clock_s: float | None = None
-    between: tuple[float, float] = (0.0, 0.0)
+    queried_between: tuple[float, float] = (0.0, 0.0)
     trouble: str = ""
 
 
-def own_software() -> dict[str, str]:
+def software_versions() -> dict[str, str]:
     """The versions that must be the same on all machines of a run."""
     return {
         "python": platform.python_version(),
@@ -43,14 +44,14 @@ def own_software() -> dict[str, str]:
     }
 
 
-def see_nodes(address: str | None, namespace: str) -> list[NodeSeen] | None:
+def query_nodes(address: str | None, namespace: str) -> list[NodeReport] | None:
     """Query the nodes of the cluster at `address`, or of the recorded one; None if there is none.
 
     This joins the cluster and leaves it again. Raises OSError if an address is given and nothing
     answers there.
     """
     was_joined = ray.is_initialized()
-    if not was_joined and not join_cluster_at_hand(address, namespace):
+    if not was_joined and not join_existing_cluster(address, namespace):
         return None
     try:
         living = sorted(
@@ -62,7 +63,7 @@ def see_nodes(address: str | None, namespace: str) -> list[NodeSeen] | None:
             ray.shutdown()
 
 
-def _see(node: dict[str, Any]) -> NodeSeen:
+def _see(node: dict[str, Any]) -> NodeReport:
     address, resources = node["NodeManagerAddress"], node["Resources"]
     task = ray.remote(_answer).options(
         num_cpus=0,
@@ -76,10 +77,10 @@ def _see(node: dict[str, Any]) -> NodeSeen:
             software, clock = ray.get(task.remote(), timeout=PATIENCE_S)
             answers.append((time.time() - sent_at, sent_at, clock, software))
     except ray.exceptions.RayError as error:
-        return NodeSeen(address, resources, trouble=str(error).strip().splitlines()[-1])
+        return NodeReport(address, resources, trouble=str(error).strip().splitlines()[-1])
     took_s, sent_at, clock, software = min(answers, key=lambda answer: answer[0])
-    return NodeSeen(address, resources, software, clock, (sent_at, sent_at + took_s))
+    return NodeReport(address, resources, software, clock, (sent_at, sent_at + took_s))
 
 
 def _answer() -> tuple[dict[str, str], float]:
-    return own_software(), time.time()
+    return software_versions(), time.time()

@@ -12,7 +12,7 @@ from typing import Any
 
 import ray
 
-from actors.controller.layout_requests import LayoutReply, ask_for_layout
+from actors.controller.layout_requests import LayoutReply, send_layout_request
 from actors.controller.run import RunSpec
 from actors.controller.run_opening import open_run, outcome_of
 from actors.controller.start_guard import STORAGE_PATIENCE_S
@@ -21,10 +21,10 @@ from actors.ray_backend.cluster.head_watch import HeadWatch
 from actors.ray_backend.cluster.node_labels import head_host
 from actors.ray_backend.fleet import RayFleet
 from actors.ray_backend.observers import start_observers
-from actors.runtime.network import Network, listen, own_address
+from actors.runtime.network import Network, listen, listen_address
 from actors.runtime.orphan_guard import OrphanGuard, end_process
 from actors.runtime.sources import digest_of_sources
-from actors.storage.errors import RunRefused, UnfitMachine
+from actors.storage.errors import RunRefused, UnsuitableMachine
 from actors.storage.file_names import SYSTEM
 from actors.storage.line_logs import LineLog
 from actors.storage.line_writers import open_lines
@@ -54,8 +54,8 @@ OTHER_SOURCES = (
 def _refuse_network(network: Network) -> None:
     """Raise `RunRefused` if the store cannot listen on this machine."""
     try:
-        listen(own_address(network, head_host()), network).close()
-    except UnfitMachine as error:
+        listen(listen_address(network, head_host()), network).close()
+    except UnsuitableMachine as error:
         raise RunRefused(f"{socket.gethostname()}: {error}") from None
 
 
@@ -128,7 +128,7 @@ class RayController:
                     self._run.draining_workers,
                 )
                 self._samples = open_lines(
-                    LineLog(storage, SYSTEM), self._lease.epoch, self._lease.look
+                    LineLog(storage, SYSTEM), self._lease.epoch, self._lease.check_now
                 )
                 return
             except OSError as error:
@@ -169,9 +169,9 @@ class RayController:
         self._shell.post(StopRequested(cause))
 
     @ray.method(concurrency_group="layouts")
-    def ask_for_layout(self, target_layout: TargetLayout, patience_s: float) -> LayoutReply:
+    def send_layout_request(self, target_layout: TargetLayout, patience_s: float) -> LayoutReply:
         """Request another layout, for any process; the controller handles one request at a time."""
-        return ask_for_layout(self._shell, target_layout, patience_s)
+        return send_layout_request(self._shell, target_layout, patience_s)
 
     def _note_head_gone(self) -> None:
         self._fleet.is_head_gone = True

@@ -145,7 +145,7 @@ def join_cluster(address: str, namespace: str) -> None:
         _hold.is_ours, _hold.is_local, _hold.num_runs = True, False, 1
 
 
-def join_cluster_at_hand(address: str | None, namespace: str) -> bool:
+def join_existing_cluster(address: str | None, namespace: str) -> bool:
     """Join the cluster at `address`, or the one that `ray start` recorded; return whether joined.
 
     Raises OSError if an address is given and nothing answers there.
@@ -288,7 +288,9 @@ class Drive:
         return progress
 
 
-def ask_for_layout(run_name: str, target_layout: TargetLayout, patience_s: float) -> LayoutReply:
+def send_layout_request(
+    run_name: str, target_layout: TargetLayout, patience_s: float
+) -> LayoutReply:
     """Request another layout from the controller of a run on this cluster, from any process.
 
     The request is repeated if the controller restarts. Raises `RunNotDriven` or `ControllerLost`.
@@ -298,7 +300,7 @@ def ask_for_layout(run_name: str, target_layout: TargetLayout, patience_s: float
     except ValueError:
         raise RunNotDriven(run_name) from None
     reply: LayoutReply = _call(
-        lambda: controller.ask_for_layout.remote(target_layout, patience_s),
+        lambda: controller.send_layout_request.remote(target_layout, patience_s),
         patience_s + ANSWER_TIMEOUT_S,
     )
     return reply

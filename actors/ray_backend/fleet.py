@@ -17,7 +17,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.controller.fleet import missing
-from actors.notices import SeenNotice, see, watch_this_machine
+from actors.notices import TimedNotice, see, watch_this_machine
 from actors.ray_backend.actor_losses import (
     cause_of,
     end_unreachable,
@@ -235,7 +235,7 @@ class RayFleet:
             else:
                 self.start_workers([worker], state.membership.records[worker].quarantined)
 
-    def clear_away(self) -> None:
+    def end_survivors(self) -> None:
         """See `Survivors`."""
         kinds = ("", "store", "snapshot_server", "agent")
         end_and_wait(self._run_name, (n for k in kinds for n in find_actors(self._run_name, k)))
@@ -333,7 +333,7 @@ class RayFleet:
             for node, agent in agents:
                 self._when_done(agent.hear.remote(), partial(self._agent_heard, node))
 
-    def _agent_heard(self, node: str, answer: Future[SeenNotice | None]) -> None:
+    def _agent_heard(self, node: str, answer: Future[TimedNotice | None]) -> None:
         """Take an agent's notice, or note its loss: then `ray.kill` does its work until the node
         has another agent."""
         if answer.exception() is None:

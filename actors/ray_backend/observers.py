@@ -37,7 +37,7 @@ class Observer(Protocol):
     def poll(self) -> None:
         """Read what is new; called every few seconds."""
 
-    def figures(self) -> Iterable[Metric]:
+    def metrics(self) -> Iterable[Metric]:
         """The current metrics of the run."""
 
     def finish(self, patience_s: float) -> str | None:
@@ -65,7 +65,7 @@ class RayObserver:
 
     def poll(self) -> None:
         self._observer.poll()
-        self._gauges.show(self._observer.figures())
+        self._gauges.show(self._observer.metrics())
 
     def finish(self, patience_s: float) -> str | None:
         return self._observer.finish(patience_s)

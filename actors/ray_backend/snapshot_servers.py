@@ -18,8 +18,8 @@ from actors.ray_backend.actor_losses import cause_of
 from actors.ray_backend.actor_names import find_actors, newest_by_node
 from actors.ray_backend.cluster.node_labels import head_host, place_here
 from actors.ray_backend.detached_actor import DetachedActor
-from actors.runtime.network import Network, own_address
-from actors.snapshots.server import SnapshotHost
+from actors.runtime.network import Network, listen_address
+from actors.snapshots.server import SnapshotServerProcess
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import (
     Event,
@@ -44,8 +44,8 @@ class RaySnapshotServer(DetachedActor):
         orphan_timeout_s: float,
     ) -> None:
         super().__init__(orphan_timeout_s)
-        place, host = place_here(), own_address(network, head_host())
-        self._server = SnapshotHost(
+        place, host = place_here(), listen_address(network, head_host())
+        self._server = SnapshotServerProcess(
             place.node, place.rack, host, secret, network, max_snapshot_bytes
         )
 

@@ -17,14 +17,14 @@ import psutil
 import ray
 
 from actors.controller.fleet import process_state
-from actors.notices import SeenNotice, see, watch_this_machine
+from actors.notices import TimedNotice, see, watch_this_machine
 from actors.ray_backend.cluster.node_labels import head_host, node_type_here, place_here
 from actors.ray_backend.cluster.sessions import ignore_signals
 from actors.ray_backend.detached_actor import DetachedActor
 from actors.runtime.factory import Factory
-from actors.runtime.network import Network, own_address
+from actors.runtime.network import Network, listen_address
 from actors.runtime.orphan_guard import OrphanGuard, end_process
-from actors.storage.errors import UnfitMachine
+from actors.storage.errors import UnsuitableMachine
 from actors.storage.storage import open_storage
 from actors.worker.sampling import sample_every_s
 from actors.worker.worker_options import Envelope, WorkerOptions
@@ -93,7 +93,7 @@ class RayWorker:
         self._orphan_guard.hear()
         self._worker.intake.meet(incarnation)
         with self._reporting:
-            for event in self._outbox.again(incarnation, committed_step):
+            for event in self._outbox.events_to_repeat(incarnation, committed_step):
                 self._controller.report.remote(incarnation, event)
 
     @ray.method(concurrency_group="probes")
@@ -141,7 +141,7 @@ class RayStore(DetachedActor):
 
     def __init__(self, network: Network, orphan_timeout_s: float) -> None:
         super().__init__(orphan_timeout_s)
-        self._host = own_address(network, head_host())
+        self._host = listen_address(network, head_host())
         self._store = self._open(network)
 
     def _open(self, network: Network) -> Any:
@@ -153,7 +153,7 @@ class RayStore(DetachedActor):
         for _ in range(NUM_PORT_TRIES):
             try:
                 return store.make()
-            except UnfitMachine:
+            except UnsuitableMachine:
                 time.sleep(1.0)
         return store.make()
 
@@ -180,7 +180,7 @@ class RayAgent:
         self._orphan_guard.hear()
         return process_state(pid)
 
-    def hear(self) -> SeenNotice | None:
+    def hear(self) -> TimedNotice | None:
         """Note the controller's greeting, and return this machine's termination notice, if any."""
         self._orphan_guard.hear()
         return see(self._watcher.notice)

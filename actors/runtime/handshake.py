@@ -30,7 +30,7 @@ class Unauthenticated(ConnectionError):
     """The other side does not know the secret of this run, or is another user's process."""
 
 
-class HungUp(Unauthenticated):
+class ConnectionEnded(Unauthenticated):
     """The other side ended the connection during the handshake."""
 
 
@@ -49,7 +49,7 @@ def store_prefix(secret: bytes, generation: int) -> str:
     return hmac.digest(secret, b"store:%d" % generation, "sha256").hex()
 
 
-def connect_beside(name: str, secret: bytes, timeout_s: float) -> socket.socket:
+def connect_local(name: str, secret: bytes, timeout_s: float) -> socket.socket:
     """An authenticated connection to an abstract socket of this machine. Raises OSError."""
 
     def connect() -> socket.socket:
@@ -66,7 +66,7 @@ def connect_beside(name: str, secret: bytes, timeout_s: float) -> socket.socket:
     return _authenticated(connect, secret, timeout_s)
 
 
-def connect_afar(address: tuple[str, int], secret: bytes, timeout_s: float) -> socket.socket:
+def connect_remote(address: tuple[str, int], secret: bytes, timeout_s: float) -> socket.socket:
     """An authenticated connection over the network. Raises OSError."""
     return _authenticated(lambda: socket.create_connection(address, timeout_s), secret, timeout_s)
 
@@ -91,7 +91,7 @@ def _authenticated(
             _authenticate(sock, secret)
             sock.settimeout(timeout_s)
             return sock
-        except (ConnectionResetError, BrokenPipeError, HungUp):
+        except (ConnectionResetError, BrokenPipeError, ConnectionEnded):
             sock.close()
             if not tries_left:
                 raise
@@ -137,6 +137,6 @@ def _exactly(sock: socket.socket, num_bytes: int, deadline: float) -> bytes:
         sock.settimeout(left_s)
         more = sock.recv(num_bytes - len(received))
         if not more:
-            raise HungUp("the other side closed the connection during the handshake")
+            raise ConnectionEnded("the other side closed the connection during the handshake")
         received += more
     return received

@@ -22,8 +22,8 @@ class SaveRequest:
 class Interruption:
     """Flags between the control thread and the training thread; one side alone writes each.
 
-    A training thread that is blocked inside `leavable` may be abandoned. It then leaves that block
-    only by `Interrupted`, so it cannot interfere with the thread that replaces it.
+    A training thread that is blocked inside `abandonable` may be abandoned. It then leaves that
+    block only by `Interrupted`, so it cannot interfere with the thread that replaces it.
     """
 
     def __init__(self) -> None:
@@ -33,13 +33,13 @@ class Interruption:
         self.running_generation = 0
         self.num_signs_of_life = 0
         self._leaving = threading.Lock()
-        self._leavable: set[int] = set()
+        self._abandonable: set[int] = set()
         self._left: dict[int, int] = {}
         """The abandoned threads; for each, the thread that worked for it."""
 
     def check(self) -> None:
         """Called by the training thread wherever it can stop. Raises `Interrupted`."""
-        self._stop_if_left()
+        self._stop_if_abandoned()
         self.num_signs_of_life += 1
         if self.running_generation <= self.aborted_generation:
             raise Interrupted(f"generation {self.running_generation} is being aborted")
@@ -54,26 +54,26 @@ class Interruption:
         return request.generation >= self.running_generation and request.after_step >= saved_step
 
     @contextmanager
-    def leavable(self) -> Iterator[None]:
+    def abandonable(self) -> Iterator[None]:
         """For calls that wait for other workers, and change nothing that outlives the call."""
         me = threading.get_ident()
-        self._leavable.add(me)
+        self._abandonable.add(me)
         try:
             yield
         finally:
             with self._leaving:
-                self._leavable.discard(me)
-            self._stop_if_left()
+                self._abandonable.discard(me)
+            self._stop_if_abandoned()
 
-    def leave(self, thread: int) -> bool:
+    def abandon(self, thread: int) -> bool:
         """Abandon a thread and its substitute if that is safe; returns whether it was."""
         with self._leaving:
-            can_leave = thread in self._leavable - self._left.keys()
+            can_leave = thread in self._abandonable - self._left.keys()
             if can_leave:
                 self._left[thread] = working_thread(thread)
         return can_leave
 
-    def is_left(self) -> bool:
+    def is_abandoned(self) -> bool:
         """Whether the calling thread has been abandoned."""
         me = threading.get_ident()
         return me in self._left or me in self._left.values()
@@ -84,6 +84,6 @@ class Interruption:
         self._left.pop(me, None)
         forget_substitute(me)
 
-    def _stop_if_left(self) -> None:
-        if self.is_left():
+    def _stop_if_abandoned(self) -> None:
+        if self.is_abandoned():
             raise Interrupted("this thread was abandoned")

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import psutil
 
-from actors.storage.errors import UnfitMachine
+from actors.storage.errors import UnsuitableMachine
 
 BACKLOG = 1024
 
@@ -34,18 +34,18 @@ class Network:
 ANYWHERE = Network()
 
 
-def own_address(network: Network, towards: str) -> str:
+def listen_address(network: Network, towards: str) -> str:
     """The address on which this machine listens: that of the named interface, or the one on the
     route to the host `towards`.
 
-    Raises `UnfitMachine` if there is none.
+    Raises `UnsuitableMachine` if there is none.
     """
     if network.interface is None:
         return _address_on_route(towards)
     addresses_by_interface = psutil.net_if_addrs()
     if network.interface not in addresses_by_interface:
         known = ", ".join(sorted(addresses_by_interface))
-        raise UnfitMachine(
+        raise UnsuitableMachine(
             f"--interface {network.interface}: this machine has no such interface; use one of "
             f"{known}"
         )
@@ -54,7 +54,7 @@ def own_address(network: Network, towards: str) -> str:
         for entry in addresses:
             if entry.family == family and not entry.address.startswith("fe80:"):
                 return str(entry.address)
-    raise UnfitMachine(f"--interface {network.interface}: the interface has no address here")
+    raise UnsuitableMachine(f"--interface {network.interface}: the interface has no address here")
 
 
 def _address_on_route(host: str) -> str:
@@ -65,16 +65,16 @@ def _address_on_route(host: str) -> str:
             probe.connect(address)
             return str(probe.getsockname()[0])
     except OSError as error:
-        raise UnfitMachine(f"this machine has no route to {host} ({error.strerror})") from None
+        raise UnsuitableMachine(f"this machine has no route to {host} ({error.strerror})") from None
 
 
 def choose_interface(network: Network, towards: str) -> None:
     """Name the interface to Gloo and NCCL, unless the user's environment names one and no option
-    does. Raises `UnfitMachine`.
+    does. Raises `UnsuitableMachine`.
 
     Without it Gloo resolves the host's name, which takes 0.6 s or fails (FACTS: process groups).
     """
-    address = own_address(network, towards)
+    address = listen_address(network, towards)
     if network.interface is not None:
         os.environ.update(dict.fromkeys(VARIABLES, network.interface))
         return
@@ -85,7 +85,7 @@ def choose_interface(network: Network, towards: str) -> None:
 
 
 def listen(host: str, network: Network = ANYWHERE) -> socket.socket:
-    """A listening socket on a free port. Raises `UnfitMachine` if there is none."""
+    """A listening socket on a free port. Raises `UnsuitableMachine` if there is none."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     first, last = network.ports or (0, 0)
     for port in range(first, last + 1):
@@ -93,7 +93,7 @@ def listen(host: str, network: Network = ANYWHERE) -> socket.socket:
             return socket.create_server((host, port), family=family, backlog=BACKLOG)
         except OSError as error:
             cause = error.strerror
-    raise UnfitMachine(
+    raise UnsuitableMachine(
         f"--ports {first}:{last}: no port of the range can be opened at {host} ({cause}); "
         "choose another range"
     )

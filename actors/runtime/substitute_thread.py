@@ -26,7 +26,7 @@ _substitutes: dict[int, SubstituteThread] = {}
 
 
 @contextmanager
-def stood_in_for(thread: threading.Thread) -> Iterator[None]:
+def substituted_by(thread: threading.Thread) -> Iterator[None]:
     """While inside, `thread` computes for the calling thread, which waits for it."""
     me = threading.get_ident()
     substitute = _substitutes.get(me)

@@ -10,14 +10,14 @@ from math import prod
 import torch
 from torch import Tensor
 
-from actors.runtime.handshake import connect_afar, connect_beside
+from actors.runtime.handshake import connect_local, connect_remote
 from actors.snapshots.buffer import NOT_WHOLE, PEER_TIMEOUT_S, Version
 from actors.snapshots.messages import receive_into, receive_message, send_message
 from actors.snapshots.parity import rebuild_part
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.shard_map import region_of
 from elastic.geometry.tensor_specs import TensorSpec
-from elastic.reshard.reshard_plan import Carried
+from elastic.reshard.reshard_plan import CarriedPart
 from elastic.reshard.snapshot_placement import SnapshotServer
 
 ALIGNED_BYTES = 64
@@ -69,7 +69,7 @@ def sizes_of(
 
 
 def read_snapshot(
-    part: Carried,
+    part: CarriedPart,
     snapshot_servers: Mapping[str, SnapshotServer],
     node: str,
     specs: Sequence[TensorSpec],
@@ -109,7 +109,7 @@ def _map_snapshot(
     snapshot_server: SnapshotServer, request: Mapping[str, object], num_bytes: int, secret: bytes
 ) -> memoryview:
     """Map a snapshot of the server on this node."""
-    with connect_beside(snapshot_server.socket, secret, PEER_TIMEOUT_S) as connection:
+    with connect_local(snapshot_server.socket, secret, PEER_TIMEOUT_S) as connection:
         send_message(connection, do="open", **request)
         _check_size(receive_message(connection), num_bytes)
         _, fds, *_ = socket.recv_fds(connection, 1, 1)
@@ -123,7 +123,7 @@ def _fetch_snapshot(
 ) -> memoryview:
     """Fetch a snapshot over the network."""
     address = (snapshot_server.host, snapshot_server.port)
-    with connect_afar(address, secret, PEER_TIMEOUT_S) as connection:
+    with connect_remote(address, secret, PEER_TIMEOUT_S) as connection:
         send_message(connection, do="get", **request)
         _check_size(receive_message(connection), num_bytes)
         memory = memoryview(bytearray(num_bytes))

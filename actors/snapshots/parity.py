@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from actors.runtime.handshake import connect_afar
+from actors.runtime.handshake import connect_remote
 from actors.snapshots.buffer import NOT_WHOLE, PEER_TIMEOUT_S, SnapshotBuffer, Version
 from actors.snapshots.messages import (
     CHUNK_BYTES,
@@ -25,7 +25,7 @@ from actors.snapshots.messages import (
 )
 from elastic.protocol.commands import StartSnapshots
 from elastic.reshard.parity import ParityRead, chunk_size, chunk_within, reads_for
-from elastic.reshard.reshard_plan import Keepings
+from elastic.reshard.reshard_plan import ParityMembers
 from elastic.reshard.snapshot_placement import SnapshotServer
 
 
@@ -148,7 +148,7 @@ def receive_chunk(
 
 def rebuild_part(
     member: str,
-    others: Keepings,
+    others: ParityMembers,
     snapshot_servers: Mapping[str, SnapshotServer],
     sizes: Sequence[int],
     version: Mapping[str, Any],
@@ -165,7 +165,7 @@ def rebuild_part(
 
     def fetch(index: int) -> None:
         server = snapshot_servers[others[index][1]]
-        with connect_afar((server.host, server.port), secret, PEER_TIMEOUT_S) as peer:
+        with connect_remote((server.host, server.port), secret, PEER_TIMEOUT_S) as peer:
             for read in reads:
                 if read.member == index:
                     for begin, window in _fetch_windows(peer, read, members, version):

@@ -18,7 +18,7 @@ from multiprocessing.connection import Connection
 from typing import Any
 
 from actors.runtime.authenticated_server import AuthenticatedServer
-from actors.runtime.handshake import connect_afar
+from actors.runtime.handshake import connect_remote
 from actors.runtime.network import ANYWHERE, BACKLOG, Network, listen
 from actors.snapshots.buffer import NOT_WHOLE, NUM_VERSIONS, PEER_TIMEOUT_S, SnapshotBuffer, Version
 from actors.snapshots.messages import (
@@ -33,7 +33,7 @@ from elastic.protocol.events import SnapshotServerReady, SnapshotServerReported
 from elastic.reshard.snapshot_placement import ParitySlot, Slot, SnapshotServer
 
 
-class SnapshotHost:
+class SnapshotServerProcess:
     """Serves until its process ends; `snapshot_server` is its address."""
 
     def __init__(
@@ -48,7 +48,7 @@ class SnapshotHost:
         """Only processes that know `secret` are served. No snapshot or parity may exceed
         `max_snapshot_bytes`, the size of the whole state (None: no limit).
 
-        Raises `UnfitMachine` if no port is free.
+        Raises `UnsuitableMachine` if no port is free.
         """
         self._secret = secret
         self._max_snapshot_bytes = max_snapshot_bytes
@@ -175,7 +175,7 @@ class SnapshotHost:
         version, is_whole = self._find_whole(message), False
         if version is not None:
             address = (message["host"], message["port"])
-            with suppress(OSError), connect_afar(address, self._secret, PEER_TIMEOUT_S) as peer:
+            with suppress(OSError), connect_remote(address, self._secret, PEER_TIMEOUT_S) as peer:
                 is_whole = put_snapshot(peer, version, message)
         send_message(connection, is_whole=is_whole)
 
@@ -212,7 +212,7 @@ class SnapshotHost:
         num_folded = 0
         for chunk in message["chunks"]:
             address = (chunk["host"], chunk["port"])
-            with suppress(OSError), connect_afar(address, self._secret, PEER_TIMEOUT_S) as peer:
+            with suppress(OSError), connect_remote(address, self._secret, PEER_TIMEOUT_S) as peer:
                 num_folded += send_chunk(peer, version, message, chunk)
         send_message(connection, is_whole=num_folded == len(message["chunks"]))
 
@@ -260,7 +260,7 @@ def host_snapshot_server(
     """A child process's main function: serve, and answer through the pipe, until the parent is
     gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    server = SnapshotHost(node, rack, host, secret, network, max_snapshot_bytes)
+    server = SnapshotServerProcess(node, rack, host, secret, network, max_snapshot_bytes)
     pipe.send(SnapshotServerReady(server.snapshot_server))
     while True:
         try:

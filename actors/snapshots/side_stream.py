@@ -11,7 +11,7 @@ from torch import Tensor
 from elastic.geometry.tensor_specs import TensorSpec
 
 
-def held_still(specs: Sequence[TensorSpec], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def clone_buffers(specs: Sequence[TensorSpec], tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Tensors of the state, by name, that can be copied while the next step computes.
 
     A forward pass may change buffers, and nothing else: so buffers are cloned here.

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from torch import Tensor
 
 from actors.runtime.faults import FaultInjector
-from actors.runtime.handshake import connect_afar, connect_beside
+from actors.runtime.handshake import connect_local, connect_remote
 from actors.snapshots.buffer import NOT_WHOLE, NUM_VERSIONS, PEER_TIMEOUT_S, SnapshotBuffer, Version
 from actors.snapshots.memory_layout import MemoryLayout
 from actors.snapshots.messages import receive_message, send_message
@@ -143,7 +143,7 @@ class Sink:
     def _open_buffer(self) -> SnapshotBuffer:
         if not self._has_local:
             return SnapshotBuffer.new(self._layout.num_bytes)
-        local = connect_beside(self.snapshot_servers[0].socket, self._secret, PEER_TIMEOUT_S)
+        local = connect_local(self.snapshot_servers[0].socket, self._secret, PEER_TIMEOUT_S)
         self._sockets.add(local)
         send_message(
             local,
@@ -166,7 +166,7 @@ class Sink:
         host, port = snapshot_server.host, snapshot_server.port
         if self._local is not None:
             return self._request("copy", snapshot, host=host, port=port)
-        with suppress(OSError), connect_afar((host, port), self._secret, PEER_TIMEOUT_S) as peer:
+        with suppress(OSError), connect_remote((host, port), self._secret, PEER_TIMEOUT_S) as peer:
             self._sockets.add(peer)
             try:
                 return put_snapshot(peer, version, self._fields(snapshot))

@@ -14,7 +14,7 @@ from torch import Tensor
 from actors.runtime.faults import FaultInjector
 from actors.snapshots.buffer import NO_STEP
 from actors.snapshots.memory_layout import MemoryLayout, sizes_of
-from actors.snapshots.side_stream import held_still
+from actors.snapshots.side_stream import clone_buffers
 from actors.snapshots.sink import PendingSnapshot, Sink
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.tensor_specs import TensorSpec
@@ -49,7 +49,7 @@ class Snapshots:
         self._kept_step = self._due_step = NO_STEP
         self._is_patient = True
 
-    def protect(self, order: StartSnapshots) -> None:
+    def start_snapshots(self, order: StartSnapshots) -> None:
         """Send snapshots to these servers from the next step boundary on; from any thread."""
         self._order = order
 
@@ -69,7 +69,7 @@ class Snapshots:
         if num_whole == num_members:
             self._kept_step = self._due_step
 
-    def take(self, step: int, assignment: Assignment, tensors: Mapping[str, Tensor]) -> None:
+    def begin(self, step: int, assignment: Assignment, tensors: Mapping[str, Tensor]) -> None:
         """Begin a snapshot if one is due and no older one is still under way."""
         order = self._order
         if order is None or order.generation != assignment.generation or step % self._every:
@@ -88,7 +88,7 @@ class Snapshots:
         if not self._sink.snapshot_servers:
             self._under_way = None
             return
-        still = held_still(self._specs, tensors)
+        still = clone_buffers(self._specs, tensors)
         self._under_way = PendingSnapshot(step, self._kept_step, assignment, still)
         self._sink.begin(self._under_way)
 
@@ -104,7 +104,7 @@ class Snapshots:
                 raise snapshot.error
             if snapshot.done.wait(POLL_EVERY_S) and not snapshot.is_whole:
                 if self._sink and self._order is not self._sink.order:
-                    self.take(snapshot.step, snapshot.assignment, snapshot.tensors)
+                    self.begin(snapshot.step, snapshot.assignment, snapshot.tensors)
                 else:
                     time.sleep(POLL_EVERY_S)
             if time.monotonic() > deadline:

@@ -16,7 +16,7 @@ from elastic.protocol.events import PartFile, Saved
 
 FOLDER = "checkpoints"
 
-MANIFEST, ASIDE = "manifest.json", "manifest.damaged.json"
+MANIFEST, DAMAGED_MANIFEST = "manifest.json", "manifest.damaged.json"
 
 FORMAT_VERSION = 4
 
@@ -125,7 +125,7 @@ def _manifest_entry(file: PartFile) -> dict[str, int]:
 
 def set_aside(checkpoint: Storage) -> None:
     """Hide a damaged checkpoint by renaming its manifest; no file is deleted."""
-    checkpoint.write(ASIDE, checkpoint.read(MANIFEST))
+    checkpoint.write(DAMAGED_MANIFEST, checkpoint.read(MANIFEST))
     checkpoint.remove(MANIFEST)
 
 
@@ -159,7 +159,7 @@ def find_checkpoints(run: Storage) -> FoundCheckpoints:
         checkpoint, key = run.at(name), _key(name)
         generations += [key[1]] if key else []
         if f"{name}/{MANIFEST}" not in sizes:
-            is_aside = f"{name}/{ASIDE}" in sizes
+            is_aside = f"{name}/{DAMAGED_MANIFEST}" in sizes
             unfinished += [key] if key and not is_aside else []
             continue
         try:

@@ -26,7 +26,7 @@ class DamagedLog(Exception):
         self.offset = offset
 
 
-class LostLease(Exception):
+class LeaseFilesMissing(Exception):
     """Files of a run's lease were removed: epochs would be reused."""
 
 
@@ -34,7 +34,7 @@ class BrokenDevice(RuntimeError):
     """The device of this worker no longer computes."""
 
 
-class UnfitMachine(Exception):
+class UnsuitableMachine(Exception):
     """This machine cannot host a worker; the message says what it lacks."""
 
 
@@ -66,5 +66,5 @@ class RunTaken(RunRefused):
     """Another process drives the run."""
 
 
-class WrongHolding(Exception):
+class StepMismatch(Exception):
     """A plan, a checkpoint or a vote expects this worker's state at another step than it has."""

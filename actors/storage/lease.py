@@ -55,11 +55,11 @@ class Lease:
         On an object store, where looking takes time, this is as of the last renewal.
         """
         if isinstance(self._run, DiskStorage):
-            self.look()
+            self.check_now()
         elif self._is_lost:
             raise self._lost()
 
-    def look(self) -> None:
+    def check_now(self) -> None:
         """List the claims now. Raises `LeaseLost` if another controller has claimed the run, or
         `OSError`."""
         self._is_lost = self._is_lost or max(_epochs(self._run), default=0) > self.epoch
@@ -68,17 +68,17 @@ class Lease:
 
     def renew(self) -> None:
         """Show that the owner is alive. Raises `LeaseLost`, or `OSError`."""
-        self.look()
+        self.check_now()
         with self._writing:
             if not self._stop_renewing.is_set() and not _touch(self._run, self._name):
                 self._write(**self._owner)
 
-    def keep(self, every_s: float = RENEW_EVERY_S) -> None:
+    def start_renewing(self, every_s: float = RENEW_EVERY_S) -> None:
         """Renew the lease from now on, in its own thread: storage may be slow, or fail."""
         renew_forever = partial(self._renew_forever, every_s)
         threading.Thread(target=renew_forever, name="lease", daemon=True).start()
 
-    def let_go(self) -> None:
+    def stop_renewing(self) -> None:
         """Stop renewing the lease."""
         self._stop_renewing.set()
 
@@ -94,9 +94,9 @@ class Lease:
     def release(self) -> None:
         """Mark the run as free, so that the next claimant need not wait. Writes nothing if the
         lease is lost."""
-        self.let_go()
+        self.stop_renewing()
         with self._writing, suppress(LeaseLost):
-            self.look()
+            self.check_now()
             self._write(**self._owner, released=True)
 
     def withdraw(self) -> None:

@@ -18,7 +18,7 @@ from io import FileIO
 from pathlib import Path
 from typing import Any, Protocol
 
-from actors.storage.errors import LeaseLost, LostLease
+from actors.storage.errors import LeaseFilesMissing, LeaseLost
 from actors.storage.line_epochs import line_of
 from actors.storage.line_logs import BLOCK_BYTES, LineLog
 from actors.storage.segments import LogSegment, segment_name, segments_in_force
@@ -72,9 +72,9 @@ def open_lines(
     """Open a log for appending; from now on, readers ignore what older epochs write.
 
     `epoch` is that of the writer's lease; by default one more than the newest in the log. `check`
-    is called before each upload. Raises OSError, and `LostLease` if the log has a newer epoch. With
-    `opens_later` it raises neither and does not wait for an object store: the log is opened when
-    the first lines are written, and lines are dropped if the log has a newer epoch.
+    is called before each upload. Raises OSError, and `LeaseFilesMissing` if the log has a newer
+    epoch. With `opens_later` it raises neither and does not wait for an object store: the log is
+    opened when the first lines are written, and lines are dropped if the log has a newer epoch.
     """
     if isinstance(log.storage, DiskStorage):
         return LineFile(log.storage.path / log.name, check, opens_later)
@@ -150,8 +150,8 @@ class LineFile:
 class SegmentWriter:
     """Writes segments of one epoch when `ship` is called; lines wait until storage accepts them.
 
-    Raises OSError, and `LostLease` if the log has segments of a newer epoch. With `opens_later`,
-    the first `ship` opens the log, and its first segment supersedes older epochs.
+    Raises OSError, and `LeaseFilesMissing` if the log has segments of a newer epoch. With
+    `opens_later`, the first `ship` opens the log, and its first segment supersedes older epochs.
     """
 
     def __init__(
@@ -191,7 +191,7 @@ class SegmentWriter:
         newest = max((segment.epoch for segment in segments), default=0)
         self._epoch = newest + 1 if epoch is None else epoch
         if newest > self._epoch:
-            raise LostLease(
+            raise LeaseFilesMissing(
                 f"{self._log.url} has segments of epoch {newest}, but the lease is of epoch "
                 f"{self._epoch}: files of lease/ were removed"
             )
@@ -245,7 +245,7 @@ class SegmentWriter:
     def _open_late(self) -> None:
         try:
             self._open()
-        except LostLease as error:
+        except LeaseFilesMissing as error:
             self._drop_all()
             raise LeaseLost(str(error)) from error
 

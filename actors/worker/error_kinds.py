@@ -13,7 +13,7 @@ from traceback import walk_tb
 import torch
 import torch.distributed as dist
 
-from actors.storage.errors import BrokenDevice, UnfitMachine, WrongHolding
+from actors.storage.errors import BrokenDevice, StepMismatch, UnsuitableMachine
 from elastic.protocol.votes import BrokenVote
 
 MEMORY = re.compile(
@@ -42,9 +42,9 @@ def kind_of(error: BaseException) -> str:
     """The kind of the failure: `holding`, `machine`, `memory`, `device`, `peer` or `program`; see
     `WorkerRaised`."""
     text = _text_of(error)
-    if isinstance(error, WrongHolding):
+    if isinstance(error, StepMismatch):
         return "holding"
-    if isinstance(error, UnfitMachine):
+    if isinstance(error, UnsuitableMachine):
         return "machine"
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or MEMORY.search(text):
         return "memory"

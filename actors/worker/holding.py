@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from actors.storage.errors import WrongHolding
+from actors.storage.errors import StepMismatch
 from elastic.geometry.assignment import Assignment
 
 NOTHING_HELD = -1
@@ -25,9 +25,9 @@ def holding_of(
     holdings: Mapping[int, WorkerHolding], held_step: int, generation: int, step: int
 ) -> WorkerHolding:
     """The holding of this generation. `held_step` is the newest step that the worker committed.
-    Raises `WrongHolding` if the worker has no such holding, or one of another step."""
+    Raises `StepMismatch` if the worker has no such holding, or one of another step."""
     if generation not in holdings or held_step != step:
-        raise WrongHolding(
+        raise StepMismatch(
             f"the controller expects the state of step {step} under generation {generation}, but "
             f"this worker is at step {held_step}"
         )

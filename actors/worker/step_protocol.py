@@ -13,7 +13,7 @@ from actors.runtime.faults import FaultInjector
 from actors.runtime.interruption import Interruption
 from actors.runtime.program import Groups, Replica
 from actors.snapshots.worker_snapshots import Snapshots
-from actors.storage.errors import TornApply, WrongHolding
+from actors.storage.errors import StepMismatch, TornApply
 from actors.worker.part_writer import PartWriter
 from elastic.protocol.events import Quiesced
 from elastic.protocol.step_records import NUM_REPORTED_RECORDS, NUM_SENT_RECORDS, RecordRing
@@ -90,7 +90,7 @@ class Stepper:
         self._began = time.perf_counter()
         step = self.committed_step + 1
         self._compute_times.begin()
-        with self._interruption.leavable():
+        with self._interruption.abandonable():
             self._faults.flip_a_bit(step, self._replica.tensors)
             self._faults.at("compute", step)
             sums = self._replica.compute(step, self._interruption.check, self.skipped_batches)
@@ -107,10 +107,10 @@ class Stepper:
         return record, vote
 
     def apply(self, vote: Vote) -> StepRecord:
-        """Apply the decided step. Raises `WrongHolding` if it is not the next one, `TornApply` if
+        """Apply the decided step. Raises `StepMismatch` if it is not the next one, `TornApply` if
         the apply breaks half-way."""
         if vote.step != self.committed_step + 1:
-            raise WrongHolding(
+            raise StepMismatch(
                 f"the vote decides step {vote.step}, but this worker is at step "
                 f"{self.committed_step}"
             )

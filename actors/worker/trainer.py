@@ -18,9 +18,9 @@ from actors.runtime.interruption import Interruption
 from actors.runtime.program import Program, Replica, StateBytes
 from actors.runtime.sources import digest_of_program
 from actors.snapshots.memory_layout import read_snapshot
-from actors.snapshots.side_stream import held_still
+from actors.snapshots.side_stream import clone_buffers
 from actors.snapshots.worker_snapshots import Snapshots
-from actors.storage.errors import WrongHolding
+from actors.storage.errors import StepMismatch
 from actors.storage.storage import open_storage
 from actors.worker.audit import Audit
 from actors.worker.evaluation import evaluated
@@ -52,7 +52,7 @@ from elastic.protocol.events import (
     StepCommitted,
 )
 from elastic.protocol.step_records import RecordsSent
-from elastic.reshard.checkpoint_shards import my_share
+from elastic.reshard.checkpoint_shards import tensors_to_write
 from elastic.reshard.reshard_plan import ReshardPlan
 from elastic.reshard.transfers import Transfers, derive
 
@@ -98,7 +98,7 @@ class Trainer:
 
     def form(self, order: Form) -> None:
         """Leave the old generation, form the groups of the new one, build the program without
-        values. Raises `WrongHolding` if the plan expects a state that this worker does not hold."""
+        values. Raises `StepMismatch` if the plan expects a state that this worker does not hold."""
         self.order = order
         self.leave_generation()
         is_holder = self.worker in order.plan.holders
@@ -129,7 +129,7 @@ class Trainer:
         began = time.perf_counter()
         plan, assignment = self.order.plan, self.order.assignment
         self.faults.at("resharding", plan.step + 1)
-        with self.interruption.leavable():
+        with self.interruption.abandonable():
             tensors, moved, needed = self._fetch(command)
         held = StateBytes(0, 0, 0)
         if self.replica is not None and self.formation and self.formation.groups:
@@ -188,12 +188,12 @@ class Trainer:
                 record, vote = stepper.step()
             self._keep_only(resume.generation)
             held = self.holdings[resume.generation]
-            self.snapshots.take(record.step, held.assignment, held.tensors)
+            self.snapshots.begin(record.step, held.assignment, held.tensors)
             if world_rank == 0:
                 self.report(StepCommitted(resume.generation, record, vote))
                 if stepper.compute_s:
                     self.report(ComputeTimed(resume.generation, record.step, stepper.compute_s))
-            with self.interruption.leavable():
+            with self.interruption.abandonable():
                 self.statistics.log_step(self.replica, record, world_rank)
             if not self._audit(audit, record.step, held.tensors):
                 break  # a state in doubt is neither trained on nor saved
@@ -201,7 +201,7 @@ class Trainer:
                 self._save(resume.generation, record.step, self.holdings[resume.generation], None)
             if vote.num_pause_requests and record.step < self.program.steps:
                 break  # not after the last step: no later generation would evaluate it
-        with self.interruption.leavable():
+        with self.interruption.abandonable():
             self.snapshots.await_whole(self.interruption.check)
         self.report(Paused(self.worker, resume.generation, stepper.committed_step))
 
@@ -209,13 +209,13 @@ class Trainer:
         """Roll forward to the step that a seen vote has decided.
 
         If the apply breaks, report `Quiesced` before the error: the controller waits for it.
-        Raises `WrongHolding` if the vote is not of the step after this worker's.
+        Raises `StepMismatch` if the vote is not of the step after this worker's.
         """
         assert self.stepper is not None
         try:
             self.faults.at("rolling_forward", command.vote.step)
             record = self.stepper.apply(command.vote)
-        except WrongHolding:  # nothing was applied: the state is unchanged
+        except StepMismatch:  # nothing was applied: the state is unchanged
             raise
         except BaseException:
             self.stepper.torn = True
@@ -226,7 +226,7 @@ class Trainer:
 
     def save(self, command: SaveCheckpoint) -> None:
         """Write this worker's part of the state that the controller expects it to hold. Raises
-        `WrongHolding` if it holds another."""
+        `StepMismatch` if it holds another."""
         held_step = self.stepper.committed_step if self.stepper else self.held_step
         holding = holding_of(self.holdings, held_step, command.held_generation, command.step)
         self._save(command.generation, command.step, holding, command.workers)
@@ -309,7 +309,7 @@ class Trainer:
         if is_moving or self.formation is None or self.formation.transfer is None:
             return ()
         participants = self.order.plan.participants
-        with self.interruption.leavable():
+        with self.interruption.abandonable():
             speeds = measure_bandwidths(
                 self.formation.transfer, self.program.device, self.interruption.check
             )
@@ -353,7 +353,7 @@ class Trainer:
     def _evaluate(self, generation: int, step: int, world_rank: int) -> None:
         assert self.replica is not None
         self.faults.at("evaluation", step)
-        with self.interruption.leavable():
+        with self.interruption.abandonable():
             evaluation = self.replica.evaluate(step, self.interruption.check)
         if world_rank == 0:
             self.report(evaluated(generation, step, evaluation))
@@ -363,7 +363,7 @@ class Trainer:
         may die."""
         if not audit.is_due(step):
             return True
-        with self.interruption.leavable():
+        with self.interruption.abandonable():
             audited = audit.compare(step, tensors)
         if audited.splits or audit.groups.world_rank == 0:
             self.report(audited)
@@ -376,7 +376,7 @@ class Trainer:
         apply."""
         assignment = holding.assignment
         shard = self._shard(assignment, writers or assignment.members)
-        still = held_still(self.specs, {name: holding.tensors[name] for name in shard})
+        still = clone_buffers(self.specs, {name: holding.tensors[name] for name in shard})
         tensors = {name: (shard[name], tensor) for name, tensor in still.items()}
         self.writer.begin(CheckpointPart(step, generation, tensors))
 
@@ -384,13 +384,13 @@ class Trainer:
         """Make the committed state durable: the next step has ended workers before."""
         if (self.writer.begun_step, self.writer.begun_generation) != (step, generation):
             self._save(generation, step, self.holdings[generation], None)
-        with self.interruption.leavable():
+        with self.interruption.abandonable():
             self.writer.await_written(self.interruption.check)
 
     def _find_shard(self, assignment: Assignment, writers: tuple[str, ...]) -> dict[str, Region]:
         """The regions that this worker writes of a checkpoint."""
         regions = self._regions(assignment)
-        indices = my_share(self.specs, assignment, writers, self.worker)
+        indices = tensors_to_write(self.specs, assignment, writers, self.worker)
         return {name: regions[name] for name in (self.specs[index].name for index in indices)}
 
     def _keep_only(self, generation: int) -> None:

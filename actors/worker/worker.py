@@ -130,7 +130,7 @@ class Worker:
                 self._interruption.save_request = SaveRequest(order.generation, order.step)
             case StartSnapshots():
                 assert self._trainer is not None
-                self._trainer.snapshots.protect(order)
+                self._trainer.snapshots.start_snapshots(order)
             case SendRecords():
                 assert self._trainer is not None
                 self._trainer.send_records(order)
@@ -153,7 +153,7 @@ class Worker:
 
     def _execute_all(self) -> None:
         drop_tiny_numbers()
-        while not self._interruption.is_left():
+        while not self._interruption.is_abandoned():
             order = self._orders.get()
             if order is None:
                 break
@@ -249,7 +249,7 @@ class Worker:
         while self._quiesced_generation < generation and time.monotonic() < deadline:
             formation = self._trainer.formation if self._trainer else None
             if formation is not None:
-                formation.break_off()
+                formation.abort()
                 if formation.can_lose_wake_ups and stall.lasts():
                     self._start_substitute(formation)
             time.sleep(REPEAT_BREAK_S)
@@ -260,7 +260,7 @@ class Worker:
         ident = self._thread.ident
         assert ident is not None
         self._kept[ident] = (formation.transfer, groups_in_use())
-        if not self._interruption.leave(ident):
+        if not self._interruption.abandon(ident):
             del self._kept[ident]
             return
         self._thread = threading.Thread(target=self._execute_all, name="training", daemon=True)

@@ -23,9 +23,9 @@ from elastic.geometry.sample_order import batch_ids, sample_of
 from pipelines.run.program import make_workload
 from pipelines.settings import TrainSettings
 from pipelines.training.workload.optimizer import learning_rate
-from pipelines.training.workload.spread import ALONE, Spread
+from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups
 from pipelines.training.workload.state import initial_value, state_specs
-from pipelines.training.workload.workload import Fed, Workload
+from pipelines.training.workload.workload import ModuleInputs, Workload
 
 CPU = torch.device("cpu")
 
@@ -57,9 +57,9 @@ def run(make_step: Callable[[Job], StepOf]) -> None:
             step_log.commit(step, dist.get_world_size(), loss=loss)
 
 
-def make_module(job: Job, spread: Spread = ALONE) -> nn.Module:
+def make_module(job: Job, parallel: ParallelGroups = ALONE) -> nn.Module:
     """The model with our initial values."""
-    module = job.workload.module(spread)
+    module = job.workload.module(parallel)
     parameters = dict(module.named_parameters())
     with torch.no_grad():
         for spec in state_specs(job.workload, job.settings):
@@ -85,7 +85,7 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, job: Job, step: int) -> 
         group["lr"] = learning_rate(job.settings.optimizer, step)
 
 
-def feds(job: Job, step: int, data_rank: int = 0, num_data_ranks: int = 1) -> list[Fed]:
+def feds(job: Job, step: int, data_rank: int = 0, num_data_ranks: int = 1) -> list[ModuleInputs]:
     """A data rank's microbatches of a step."""
     settings, workload = job.settings, job.workload
     ids, size = batch_ids(step, settings.batch), settings.microbatch
@@ -97,7 +97,7 @@ def feds(job: Job, step: int, data_rank: int = 0, num_data_ranks: int = 1) -> li
     return [workload.feed(workload.read(samples), CPU, ALONE, seed=0) for samples in chosen]
 
 
-def num_tokens(job: Job, own: Iterable[Fed]) -> int:
+def num_tokens(job: Job, own: Iterable[ModuleInputs]) -> int:
     """The number of losses of a rank's microbatches; with full windows a constant, as many loops
     assume."""
     return sum(int(job.workload.num_tokens(fed.targets)) for fed in own)

@@ -23,7 +23,7 @@ from torch.distributed.tensor.parallel import (
 )
 from torch.nn import functional
 
-from pipelines.training.workload.spread import Spread
+from pipelines.training.workload.parallel_groups import ParallelGroups
 
 
 def cut(module: nn.Module, mesh: DeviceMesh) -> None:
@@ -53,8 +53,10 @@ def cut(module: nn.Module, mesh: DeviceMesh) -> None:
 
 def make_step(job: bare.Job) -> bare.StepOf:
     mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",))
-    spread = Spread(job.workload.seq_len, tp=mesh, tp_rank=mesh.get_local_rank(), num_tp=2)
-    model = bare.make_module(job, spread)
+    parallel = ParallelGroups(
+        job.workload.seq_len, tp=mesh, tp_rank=mesh.get_local_rank(), num_tp=2
+    )
+    model = bare.make_module(job, parallel)
     cut(model, mesh)
     optimizer = bare.make_optimizer(model.parameters(), job)
 

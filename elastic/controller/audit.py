@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from elastic.controller.aborting import abort, on_lost
 from elastic.duties.membership import forget
-from elastic.duties.rollback import distrust, order_rollback, rollback_obstacle
+from elastic.duties.rollback import order_rollback, rollback_obstacle, void_after
 from elastic.protocol.commands import Command, StopWorker, Warned
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import Audited
@@ -56,7 +56,7 @@ def on_audited(state: ControllerState, now: float, event: Audited) -> list[Comma
     culprits = {w: len(split[0]) for split in decided for group in split[1:] for w in group}
     obstacle = rollback_obstacle(state, state.audits.audited_step)
     # They may contain a corrupt replica, which no audit could detect once it has been read.
-    distrust(state, state.audits.audited_step)
+    void_after(state, state.audits.audited_step)
     commands: list[Command] = []
     for worker, majority_size in sorted(culprits.items()):
         text = f"{worker} holds different bits than {majority_size} replicas of the same state"

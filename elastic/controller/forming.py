@@ -32,8 +32,8 @@ from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.duty_records import HeldState
 from elastic.protocol.events import GroupFormed, StateReady
 from elastic.protocol.phases import Aborting, Attempt, Ending, Forming, Resharding, Running, Waiting
-from elastic.reshard.reshard_plan import Carried, ReshardPlan
-from elastic.reshard.snapshot_placement import carry
+from elastic.reshard.reshard_plan import CarriedPart, ReshardPlan
+from elastic.reshard.snapshot_placement import choose_carriers
 
 NUM_RECENT_FORMINGS = 4
 
@@ -138,10 +138,12 @@ def _keep_held(
 
 def _plan(state: ControllerState, source: StateSource, assignment: Assignment) -> ReshardPlan:
     """The reshard plan from the source to the new assignment."""
-    carried: tuple[Carried, ...] = ()
+    carried: tuple[CarriedPart, ...] = ()
     if source.old and (source.snapshots or source.remade):
         available = state.membership.staying()
-        carried = carry(source.old, source.snapshots, assignment, available, source.remade)
+        carried = choose_carriers(
+            source.old, source.snapshots, assignment, available, source.remade
+        )
     holders = tuple(sorted(source.holders))
     return ReshardPlan(state.lineage, source.step, source.old, assignment, holders, carried)
 
@@ -337,7 +339,7 @@ def _patience_until(state: ControllerState) -> float | None:
         return phase.since + policy.start_timeout_s
     if len(state.membership.records) == len(state.membership.warm):
         return None
-    return (state.growth.standby_since or phase.since) + policy.growth_settle_s
+    return (state.growth.standby_since or phase.since) + policy.growth_wait_s
 
 
 def _roll_back(state: ControllerState, source: StateSource) -> RolledBack:

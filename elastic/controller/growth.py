@@ -19,8 +19,8 @@ from elastic.planner.step_cost import cost_of
 from elastic.protocol.commands import Command, StopWorker
 from elastic.protocol.controller_state import ControllerState
 
-SETTLE_S = 2.0
-"""Users' policy: `growth_settle_s`."""
+JOIN_WAIT_S = 2.0
+"""Users' policy: `growth_wait_s`."""
 NUM_RECENT_PAUSES = 5
 """The expected pause is the median of this many."""
 
@@ -41,7 +41,7 @@ def growth_deadline(state: ControllerState) -> float:
     if len(state.membership.records) == len(state.membership.warm):
         return state.growth.no_growth_before
     return max(
-        state.growth.no_growth_before, state.growth.standby_since + state.policy.growth_settle_s
+        state.growth.no_growth_before, state.growth.standby_since + state.policy.growth_wait_s
     )
 
 

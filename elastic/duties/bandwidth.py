@@ -39,12 +39,14 @@ def known_job(state: ControllerState) -> Job:
     """The job with the microbatch time that the steps so far show."""
     if state.job.bandwidths == Bandwidths():
         return state.job
-    return informed(
+    return with_microbatch_time(
         state.job, state.steps.timed_layout, state.steps.median_s(), capacity_now(state)
     )
 
 
-def informed(job: Job, layout: Layout | None, median_step_s: float, capacity: Capacity) -> Job:
+def with_microbatch_time(
+    job: Job, layout: Layout | None, median_step_s: float, capacity: Capacity
+) -> Job:
     """The job with the compute time of a microbatch, from the median step under a layout.
 
     It is the step time without the estimated traffic, and at least `LEAST_COMPUTE` of the step.

@@ -199,7 +199,7 @@ def note_loss(state: ControllerState, event: Evaluated) -> None:
     state.checkpoints.held_out_losses = {step: loss for step, loss in losses if int(step) in steps}
 
 
-def kept(steps: Sequence[int], losses: Mapping[int, float], policy: Policy) -> set[int]:
+def steps_to_keep(steps: Sequence[int], losses: Mapping[int, float], policy: Policy) -> set[int]:
     """Of these saved steps, those to keep: the newest, each multiple, and the best.
 
     `losses` are the known held-out losses by step; of equal ones the newer step is better.
@@ -213,7 +213,7 @@ def kept(steps: Sequence[int], losses: Mapping[int, float], policy: Policy) -> s
     return kept_steps.union(-negative for _, negative in measured[: policy.keep_best])
 
 
-def known(steps: Sequence[int], policy: Policy) -> set[int]:
+def steps_to_remember(steps: Sequence[int], policy: Policy) -> set[int]:
     """Of these saved steps (ascending), those that the core remembers.
 
     Of checkpoints that are never removed, it remembers the newer ones densely and the older ones
@@ -346,13 +346,13 @@ def _retain(state: ControllerState) -> list[Command]:
     may roll the run back, the target of the rollback is kept as well."""
     losses = {int(step): loss for step, loss in state.checkpoints.held_out_losses.items()}
     saved_steps = [saved.step for saved in state.checkpoints.saved]
-    steps = kept(saved_steps, losses, state.policy)
+    steps = steps_to_keep(saved_steps, losses, state.policy)
     if state.policy.audit_every:
         clean = [step for step in saved_steps if step <= state.audits.audited_step]
         steps |= {*clean[-1:], *saved_steps[len(clean) :]}
     latest = {saved.step: saved for saved in state.checkpoints.saved if saved.step in steps}
     dropped = [saved for saved in state.checkpoints.saved if latest.get(saved.step) != saved]
-    remembered = known(sorted(latest), state.policy)
+    remembered = steps_to_remember(sorted(latest), state.policy)
     state.checkpoints.saved = [saved for step, saved in latest.items() if step in remembered]
     return _drop(state, dropped)
 

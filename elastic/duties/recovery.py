@@ -13,8 +13,15 @@ from elastic.geometry.assignment import Assignment
 from elastic.geometry.errors import Infeasible
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.duty_records import HeldState
-from elastic.reshard.holdings import Holding, SourceChoice, Tier, any_state, choose, uncovered
-from elastic.reshard.reshard_plan import Keepings
+from elastic.reshard.holdings import (
+    Holding,
+    SourceChoice,
+    Tier,
+    choose,
+    substitute_specs,
+    uncovered,
+)
+from elastic.reshard.reshard_plan import ParityMembers
 from elastic.reshard.snapshot_placement import ParitySlot, Slot
 
 INITIAL_STEP = 0
@@ -36,7 +43,7 @@ class StateSource:
     old: Assignment | None = None
     holders: frozenset[str] = frozenset()
     snapshots: dict[str, list[str]] = field(default_factory=dict)
-    remade: dict[str, Keepings] = field(default_factory=dict)
+    remade: dict[str, ParityMembers] = field(default_factory=dict)
     path: str = ""
 
 
@@ -69,7 +76,7 @@ def find_live_state(state: ControllerState, without: Set[str] = frozenset()) -> 
 def _covers(held: HeldState, without: Set[str]) -> bool:
     layout, present = held.assignment.layout, held.holders - without
     ranks = (rank for rank, worker in enumerate(held.assignment.members) if worker in present)
-    return uncovered(any_state(layout), layout, ranks) is None
+    return uncovered(substitute_specs(layout), layout, ranks) is None
 
 
 def _out_of_snapshots(state: ControllerState, choice: SourceChoice) -> StateSource:
@@ -82,7 +89,7 @@ def _out_of_snapshots(state: ControllerState, choice: SourceChoice) -> StateSour
     }
     alive = frozenset(member[h] for h in choice.holdings if h.tier is Tier.LIVE)
     snapshots: dict[str, list[str]] = {}
-    remade: dict[str, Keepings] = {}
+    remade: dict[str, ParityMembers] = {}
     recovered = bring_back(state.snapshots.slots, state.snapshots.parities)
     for holding in choice.holdings:
         worker = member[holding]
@@ -97,7 +104,7 @@ def _out_of_snapshots(state: ControllerState, choice: SourceChoice) -> StateSour
 
 def bring_back(
     slots: Mapping[str, Sequence[Slot]], parities: Mapping[str, Sequence[ParitySlot]]
-) -> dict[Slot, Keepings]:
+) -> dict[Slot, ParityMembers]:
     """The snapshots that no server holds but that can be rebuilt: all other members of the set have
     theirs, with a parity beside each.
 
@@ -111,7 +118,7 @@ def bring_back(
             if Slot(parity.member, parity.generation, parity.step) in slots.get(node, ()):
                 key = (parity.members, parity.generation, parity.step)
                 nodes.setdefault(key, {})[parity.member] = node
-    rebuilt: dict[Slot, Keepings] = {}
+    rebuilt: dict[Slot, ParityMembers] = {}
     for (members, generation, step), present in nodes.items():
         missing = [Slot(w, generation, step) for w in members if w not in present]
         if len(missing) == 1 and missing[0] not in known:

@@ -29,7 +29,7 @@ def order_rollback(state: ControllerState, limit: int, cause: str, through: int 
         return False
     state.rollbacks.from_step = max(state.rollbacks.from_step, state.committed_step)
     state.rollbacks.request = Rollback(limit, cause, through)
-    distrust(state, limit)
+    void_after(state, limit)
     return True
 
 
@@ -45,7 +45,7 @@ def rollback_obstacle(state: ControllerState, limit: int) -> str:
     return f"there is no checkpoint of step {limit} or before to go back to: set checkpoint.every"
 
 
-def distrust(state: ControllerState, limit: int) -> None:
+def void_after(state: ControllerState, limit: int) -> None:
     """Void everything saved or kept of steps beyond `limit`, also what is still being saved."""
     for snapshot_set in state.snapshots.sets:
         snapshot_set.newest_step = (

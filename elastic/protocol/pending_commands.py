@@ -32,7 +32,7 @@ SUPERSEDING = (StartSnapshots, RequestCheckpoint, QuerySnapshotServers)
 
 
 @dataclass(slots=True)
-class Unfinished:
+class PendingCommands:
     """The pending commands; every full state line of the journal has them beside the state."""
 
     orders: list[Repeatable] = field(default_factory=list)
@@ -72,7 +72,7 @@ class Unfinished:
                 case _ if isinstance(command, Order | QuerySnapshotServers | ForgetSnapshots):
                     self._add(command)
 
-    def again(self, worker_records: Set[str]) -> list[Command]:
+    def commands_to_repeat(self, worker_records: Set[str]) -> list[Command]:
         """The commands to send again, in order; a receiver that has carried one out ignores it."""
         stops = [stop for stop in self.stops if stop.worker in worker_records]
         drops = [DropCheckpoints(tuple(self.removals))] if self.removals else []

@@ -23,7 +23,7 @@ class Policy:
     growth_horizon_s: float
     standby_timeout_s: float
     gang_timeout_s: float
-    growth_settle_s: float
+    growth_wait_s: float
     """How long a ready worker waits for others that are still warming up."""
     gang_pause_s: float
     """After a gang back-off, the run requests workers again after this time; it doubles, up to half

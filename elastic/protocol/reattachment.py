@@ -50,7 +50,7 @@ class Outbox:
         self._reports = deque(parts[-NUM_KEPT_PARTS:], NUM_KEPT_EVENTS)
         self._steps.clear()
 
-    def again(self, incarnation: int, committed_step: int) -> list[Event]:
+    def events_to_repeat(self, incarnation: int, committed_step: int) -> list[Event]:
         """The events to report again to a restarted controller that knows the committed steps up to
         `committed_step`."""
         self.incarnation = max(self.incarnation, incarnation)

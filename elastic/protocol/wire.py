@@ -15,7 +15,7 @@ from elastic.geometry.errors import ElasticError
 from elastic.protocol.commands import Command
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import Event, StepCommitted
-from elastic.protocol.pending_commands import Unfinished
+from elastic.protocol.pending_commands import PendingCommands
 from elastic.protocol.policy import Policy
 from elastic.protocol.votes import StepRecord, Vote
 
@@ -131,7 +131,7 @@ def steps_in(line: Mapping[str, Any]) -> Iterator[tuple[float, int, int, float]]
 def state_line(
     now: float,
     state: ControllerState,
-    unfinished: Unfinished | None = None,
+    unfinished: PendingCommands | None = None,
     lacking: Iterable[dict[str, Any]] = (),
     compute_s: tuple[float, ...] = (),
 ) -> dict[str, Any]:
@@ -146,7 +146,7 @@ def state_line(
         "generation": state.generation,
         "step": state.committed_step,
         "ControllerState": encode(state, is_sparse=True),
-        "unfinished": encode(unfinished or Unfinished(), is_sparse=True),
+        "unfinished": encode(unfinished or PendingCommands(), is_sparse=True),
         "lacking": list(lacking),
         "compute_s": list(compute_s),
         "format": FORMAT,
@@ -175,9 +175,9 @@ def is_progress(line: Mapping[str, Any]) -> bool:
     return "step" in line and not line.keys() & {"event", "command", "warning"}
 
 
-def unfinished_of(line: dict[str, Any]) -> Unfinished:
+def unfinished_of(line: dict[str, Any]) -> PendingCommands:
     """The pending commands of a full state line."""
-    unfinished: Unfinished = decode(Unfinished, line["unfinished"])
+    unfinished: PendingCommands = decode(PendingCommands, line["unfinished"])
     return unfinished
 
 

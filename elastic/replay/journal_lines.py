@@ -20,7 +20,7 @@ from elastic.duties.snapshots import has_snapshots
 from elastic.protocol.commands import Command, RecordStep, Resume
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import ComputeTimed, Event, Progressed, Quiesced, StepCommitted
-from elastic.protocol.pending_commands import Unfinished
+from elastic.protocol.pending_commands import PendingCommands
 from elastic.protocol.phases import Aborting, Forming, Resharding
 from elastic.protocol.step_records import RecordsSent
 from elastic.protocol.wire import command_line, event_line, state_line, steps_line
@@ -56,12 +56,12 @@ class JournalWriter:
 
     def __init__(
         self,
-        unfinished: Unfinished | None = None,
+        unfinished: PendingCommands | None = None,
         records: Iterable[RecordStep] = (),
         num_replayed: int = 0,
     ) -> None:
         """`num_replayed` is the replay cost of the journal since its newest full state."""
-        self.unfinished = unfinished or Unfinished()
+        self.unfinished = unfinished or PendingCommands()
         self._records: deque[RecordStep] = deque(records, maxlen=NUM_KEPT_RECORDS)
         self._num_events = num_replayed
         self._held: list[tuple[float, StepCommitted | Progressed | ComputeTimed]] = []

@@ -9,7 +9,7 @@ from elastic.controller.core import Core
 from elastic.protocol.commands import Command, RecordStep, Stopped
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import Event
-from elastic.protocol.pending_commands import Unfinished
+from elastic.protocol.pending_commands import PendingCommands
 from elastic.protocol.wire import is_steps, lacking_of, replayed, steps_of, unfinished_of
 from elastic.replay.journal_lines import NUM_KEPT_RECORDS, replay_cost
 
@@ -25,7 +25,7 @@ class Replay:
         self.now = 0.0
         self.records: deque[RecordStep] = deque(maxlen=NUM_KEPT_RECORDS)
         """Records of the newest steps: their lines of metrics may be missing."""
-        self.unfinished = Unfinished()
+        self.unfinished = PendingCommands()
         self.num_events = 0
         """The cost since the newest full state, as `replay_cost` counts it."""
         self._last_commands: list[Command] = []
@@ -53,16 +53,16 @@ class Replay:
         """How this session of the run has ended, if it has."""
         return self.unfinished.stopped
 
-    def untold(self) -> list[Command]:
+    def missing_commands(self) -> list[Command]:
         """The commands of the last event whose lines are missing in the journal."""
         with_lines: list[Command] = [
             c for c in self._last_commands if not isinstance(c, RecordStep)
         ]
         return with_lines[self._num_command_lines :]
 
-    def again(self) -> list[Command]:
+    def commands_to_repeat(self) -> list[Command]:
         """The commands to repeat, in order; receivers that have carried them out ignore them."""
-        return self.unfinished.again(self.core.state.membership.records.keys())
+        return self.unfinished.commands_to_repeat(self.core.state.membership.records.keys())
 
     def _step(self, now: float, event: Event) -> None:
         self.now = max(self.now, now)

@@ -67,7 +67,7 @@ class Writers:
         return [allowed[index % len(allowed)] for index in indices]
 
 
-def my_share(
+def tensors_to_write(
     specs: Sequence[TensorSpec], assignment: Assignment, writers: Iterable[str], worker: str
 ) -> tuple[int, ...]:
     """The indices of the tensors whose region `worker` writes, without any collective.
@@ -92,7 +92,7 @@ def writers_of(
     writers: Iterable[str],
     wanted: Mapping[str, Region],
 ) -> set[str]:
-    """The workers that wrote any of the wanted regions: the inverse of `my_share`.
+    """The workers that wrote any of the wanted regions: the inverse of `tensors_to_write`.
 
     `members` are in world-rank order; `wanted` is by tensor name.
     """

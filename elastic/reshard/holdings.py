@@ -66,12 +66,12 @@ def choose(
     """The newest covered step, from the nearest tiers that cover it.
 
     Candidates are tried in order of step, nearness, lineage and generation. If the specs are not
-    known (None), the specs of `any_state` decide.
+    known (None), the specs of `substitute_specs` decide.
     """
     lacking = ""
     for tier, group in sorted(_candidates(holdings), key=_preference):
         first = group[0]
-        state = any_state(first.layout) if specs is None else specs
+        state = substitute_specs(first.layout) if specs is None else specs
         missing = uncovered(state, first.layout, _world_ranks(group))
         if missing is None:
             return SourceChoice(first.lineage, first.step, tier, tuple(group))
@@ -103,7 +103,7 @@ def uncovered(
     return None
 
 
-def any_state(layout: Layout) -> tuple[TensorSpec, ...]:
+def substitute_specs(layout: Layout) -> tuple[TensorSpec, ...]:
     """Substitutes for unknown specs: optimizer state that every axis cuts.
 
     Ranks that cover these specs cover every state under this layout, also one with experts if

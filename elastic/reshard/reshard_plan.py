@@ -8,13 +8,13 @@ from dataclasses import dataclass
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.errors import InvalidReshard
 
-Keepings = tuple[tuple[str, str], ...]
+ParityMembers = tuple[tuple[str, str], ...]
 """The members of a parity set in order, each with the node that has its part and parity; the node
 is empty for the lost member."""
 
 
 @dataclass(frozen=True, slots=True)
-class Carried:
+class CarriedPart:
     """The part of an old member, which `carrier` reads from a snapshot server or rebuilds.
 
     It reads the snapshot on the node `snapshot_server`, or rebuilds the part from `others`.
@@ -23,7 +23,7 @@ class Carried:
     member: str
     carrier: str
     snapshot_server: str
-    others: Keepings = ()
+    others: ParityMembers = ()
 
     @property
     def nodes(self) -> tuple[str, ...]:
@@ -47,7 +47,7 @@ class ReshardPlan:
     old: Assignment | None
     new: Assignment
     holders: tuple[str, ...] = ()
-    carried: tuple[Carried, ...] = ()
+    carried: tuple[CarriedPart, ...] = ()
 
     def __post_init__(self) -> None:
         known = set(self.old.members) if self.old else set()

@@ -17,9 +17,9 @@ from types import MappingProxyType
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.shard_map import sharding_of
 from elastic.geometry.topology import Place, Topology
-from elastic.reshard.holdings import any_state
+from elastic.reshard.holdings import substitute_specs
 from elastic.reshard.parity import make_sets
-from elastic.reshard.reshard_plan import Carried, Keepings
+from elastic.reshard.reshard_plan import CarriedPart, ParityMembers
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,13 +113,13 @@ def shortfall(placement: Placement, num_chunks: int) -> str:
     return f"xor:{num_chunks} needs {num_chunks + 1} nodes in a set: {', '.join(notes)}"
 
 
-def carry(
+def choose_carriers(
     old: Assignment,
     snapshots: Mapping[str, Sequence[str]],
     new: Assignment,
     topology: Topology,
-    remade: Mapping[str, Keepings] = MappingProxyType({}),
-) -> tuple[Carried, ...]:
+    remade: Mapping[str, ParityMembers] = MappingProxyType({}),
+) -> tuple[CarriedPart, ...]:
     """Choose the worker that reads the snapshot of each old member, if some node has one.
 
     `snapshots` are the nodes with a snapshot by member; `remade` are the sources from which a lost
@@ -129,7 +129,7 @@ def carry(
     workers_on: dict[str, list[str]] = {}
     for worker in (*new.members, *new.standbys):
         workers_on.setdefault(topology.get(worker, Place()).node, []).append(worker)
-    carried: list[Carried] = []
+    carried: list[CarriedPart] = []
     for rank, member in enumerate(old.members):
         others = remade.get(member, ())
         nodes = snapshots.get(member) or [node for _, node in others if node]
@@ -144,14 +144,14 @@ def carry(
         carrier = next(
             (w for w in (member, successor) if w in on_node), on_node[rank % len(on_node)]
         )
-        carried.append(Carried(member, carrier, "" if others else node or nodes[0], others))
+        carried.append(CarriedPart(member, carrier, "" if others else node or nodes[0], others))
     return tuple(carried)
 
 
 def _is_covered_without(assignment: Assignment, ranks: Sequence[int]) -> bool:
     """Whether the other ranks hold every region that these ranks hold."""
     lost = set(ranks)
-    for spec in any_state(assignment.layout):
+    for spec in substitute_specs(assignment.layout):
         sharding = sharding_of(spec, assignment.layout)
         for rank in ranks:
             if rank not in sharding.stage:

@@ -15,7 +15,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipelines.settings.errors import UserError
-from pipelines.settings.home import expanded
+from pipelines.settings.home import expand_home
 
 SUFFIXES = (".parquet", ".arrow")
 NUM_GROUPS_KEPT = 8
@@ -85,7 +85,7 @@ class ArrowDataset:
 
 
 def _files(path: str) -> list[str]:
-    place = expanded(path)
+    place = expand_home(path)
     if place.is_dir():
         files = [str(file) for suffix in SUFFIXES for file in place.rglob(f"*{suffix}")]
     else:

@@ -7,7 +7,7 @@ from typing import Any, Protocol
 
 from pipelines.custom_data.arrow import ArrowDataset
 from pipelines.settings.errors import UserError
-from pipelines.settings.home import expanded
+from pipelines.settings.home import expand_home
 
 DONE = "_WRITTEN"
 
@@ -25,7 +25,7 @@ def from_ray_dataset(dataset: Writable, folder: str | Path) -> ArrowDataset:
     see the folder. To write it again, delete it. Raises `UserError` if it holds other files, or
     those of an interrupted write.
     """
-    folder = expanded(folder).resolve()
+    folder = expand_home(folder).resolve()
     if not (folder / DONE).exists():
         if folder.exists() and any(folder.iterdir()):
             raise UserError(

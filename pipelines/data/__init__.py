@@ -1,7 +1,7 @@
 """Training data: corpora, tokenizers, prepared token shards, and the windows read from them."""
 
 from pipelines.data.corpus import Corpus, find_corpus
-from pipelines.data.opening import FoundData, find_data, prepared_folder
+from pipelines.data.opening import DataPlan, find_data, prepared_folder
 from pipelines.data.prepare import prepare, prepare_at
 from pipelines.data.prepared import Prepared, open_prepared
 from pipelines.data.shards import Index, read_index
@@ -12,7 +12,7 @@ from pipelines.data.windows import Batch, Samples, Windows, verify
 __all__ = [
     "Batch",
     "Corpus",
-    "FoundData",
+    "DataPlan",
     "Index",
     "Prepared",
     "RandomWindows",

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple, Protocol
 from pipelines.data.tokens import Tokenizer, find_tokenizer
 from pipelines.data.transformers_library import library
 from pipelines.settings.errors import UserError
-from pipelines.settings.home import expanded
+from pipelines.settings.home import expand_home
 
 Message = Mapping[str, str]
 ASSISTANT = "assistant"
@@ -108,7 +108,7 @@ def find_rendering(tokenizer: str, separator: str | None) -> Rendering:
     Raises `UserError` for a tokenizer that cannot be read.
     """
     plain = PlainRendering(find_tokenizer(tokenizer, separator))
-    folder = expanded(tokenizer).parent
+    folder = expand_home(tokenizer).parent
     if tokenizer == "bytes" or not (folder / "tokenizer_config.json").is_file():
         return plain
     try:

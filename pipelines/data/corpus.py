@@ -18,7 +18,7 @@ import pyarrow.parquet as pq
 
 from pipelines.data.shards import is_prepared
 from pipelines.settings.errors import UserError
-from pipelines.settings.home import expanded
+from pipelines.settings.home import expand_home
 
 COLUMN = "text"
 """The column or JSON field that holds a document."""
@@ -61,7 +61,7 @@ def find_corpus(data: str = "") -> Corpus:
     """
     if not data:
         return standard_library()
-    path = expanded(data)
+    path = expand_home(data)
     if path.is_file() and path.suffix not in READERS:
         raise UserError(f"--data {data}: not a {KINDS} file; rename or convert it")
     if path.is_file():

@@ -24,7 +24,7 @@ from pipelines.data.cache import CacheKey, HeldFile, ShardCache
 from pipelines.data.shards import OpenShard, ShardFile, damaged, open_shard
 from pipelines.settings import CacheSettings
 from pipelines.settings.errors import DataUnreachable, UserError
-from pipelines.settings.home import expanded
+from pipelines.settings.home import expand_home
 
 READ_BYTES = 1 << 23
 RETRY_S, LONGEST_RETRY_S = 0.5, 10.0
@@ -239,7 +239,7 @@ class FetchedShards:
 
     def _cache_folder(self) -> Path:
         if self._settings.folder is not None:
-            return expanded(self._settings.folder)
+            return expand_home(self._settings.folder)
         return Path(tempfile.gettempdir()) / f"elastic-cache-{os.getuid()}"
 
     def _start(self) -> None:

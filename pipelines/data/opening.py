@@ -13,13 +13,13 @@ from pipelines.data.prepared import named_place
 from pipelines.data.shards import INDEX, is_prepared
 from pipelines.data.tokens import Tokenizer, find_tokenizer
 from pipelines.settings.errors import UserError
-from pipelines.settings.home import expanded
+from pipelines.settings.home import expand_home
 
 RANDOM = "random"
 
 
 @dataclass(frozen=True)
-class FoundData:
+class DataPlan:
     """The meaning of `--data`: the place of the prepared data, and the text to prepare.
 
     `place` is None for random tokens. `corpus` and `tokenizer` are None if `--data` names prepared
@@ -69,7 +69,7 @@ def find_data(
     tokenizer: str = "bytes",
     separator: str | None = None,
     held_out_fraction: float = HELD_OUT_FRACTION,
-) -> FoundData:
+) -> DataPlan:
     """Resolve the data of a run, without preparing anything.
 
     `data` is 'random', a folder or URL of prepared data (which keep the tokenizer and fraction that
@@ -78,7 +78,7 @@ def find_data(
     `UserError`.
     """
     if data == RANDOM:
-        return FoundData(None)
+        return DataPlan(None)
     if is_remote(data):
         named_place(data)
         try:
@@ -86,11 +86,11 @@ def find_data(
         except OSError as error:
             shown = without_credentials(data)
             raise UserError(f"--data {shown}: cannot be reached ({error})") from None
-        return FoundData(data)
+        return DataPlan(data)
     data = data.removeprefix("file://")
-    if data and is_prepared(folder := expanded(data)):
-        return FoundData(str(folder))
+    if data and is_prepared(folder := expand_home(data)):
+        return DataPlan(str(folder))
     corpus = find_corpus(data)
     chosen = find_tokenizer(tokenizer, separator)
     digest = input_digest(corpus, chosen, held_out_fraction)
-    return FoundData(open_storage(cache).at(digest[:16]).url, corpus, chosen)
+    return DataPlan(open_storage(cache).at(digest[:16]).url, corpus, chosen)

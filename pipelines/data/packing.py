@@ -15,11 +15,11 @@ from safetensors.numpy import load, save
 from actors.storage.storage import open_storage
 from pipelines.data.chats import Conversation, Rendering, conversations_in, find_rendering
 from pipelines.data.corpus import Corpus
-from pipelines.data.opening import FoundData
+from pipelines.data.opening import DataPlan
 from pipelines.data.prepare import hash_of
 from pipelines.data.windows import Batch
 from pipelines.settings.errors import UserError
-from pipelines.settings.home import expanded
+from pipelines.settings.home import expand_home
 
 FORMAT = "elastic-chats/1"
 FILE = "chats.safetensors"
@@ -71,7 +71,7 @@ class PackedChats:
     def prefetch(self, indices: Sequence[int]) -> None:
         """Nothing to do: the sequences are in memory."""
 
-    def bring(self, indices: Sequence[int], interrupt: Callable[[], None]) -> None:
+    def fetch(self, indices: Sequence[int], interrupt: Callable[[], None]) -> None:
         """Nothing to do: the sequences are in memory."""
 
 
@@ -105,16 +105,16 @@ def find_chats(
     tokenizer: str = "bytes",
     separator: str | None = None,
     held_out_fraction: float = 0.02,
-) -> FoundData:
+) -> DataPlan:
     """The file of conversations, and the place of their packed form. Raises `UserError`."""
-    file = expanded(source.removeprefix("file://"))
+    file = expand_home(source.removeprefix("file://"))
     if not file.is_file():
         raise UserError(f"--data {source}: not a file; name a JSONL file of conversations")
     rendering = find_rendering(tokenizer, separator)
     inputs = [FORMAT, sha256(file.read_bytes()).hexdigest(), rendering.name, seq_len]
     digest = sha256(json.dumps([*inputs, held_out_fraction]).encode()).hexdigest()
     place = open_storage(cache).at(f"chats-{digest[:16]}").url
-    return FoundData(place, Corpus(source, (file,)), whole=FILE)
+    return DataPlan(place, Corpus(source, (file,)), whole=FILE)
 
 
 def _packed(

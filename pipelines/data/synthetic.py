@@ -56,7 +56,7 @@ class RandomWindows:
     def prefetch(self, indices: Sequence[int]) -> None:
         """Nothing to do: the samples are computed."""
 
-    def bring(self, indices: Sequence[int], interrupt: Callable[[], None]) -> None:
+    def fetch(self, indices: Sequence[int], interrupt: Callable[[], None]) -> None:
         """Nothing to do: the samples are computed."""
 
 

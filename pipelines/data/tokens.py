@@ -11,7 +11,7 @@ import numpy as np
 import tokenizers
 
 from pipelines.settings.errors import UserError
-from pipelines.settings.home import expanded
+from pipelines.settings.home import expand_home
 
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "<|begin_of_text|>", "</s>", "<eos>", "[SEP]")
 """Tokens that separate documents in common vocabularies; the first one in a vocabulary is used."""
@@ -94,4 +94,4 @@ def read_bytes(file: Path) -> bytes:
 
 def find_tokenizer(name: str = "bytes", separator: str | None = None) -> Tokenizer:
     """The tokenizer that a recipe names: 'bytes', or the path of a `tokenizers` JSON file."""
-    return ByteTokenizer() if name == "bytes" else FileTokenizer(expanded(name), separator)
+    return ByteTokenizer() if name == "bytes" else FileTokenizer(expand_home(name), separator)

@@ -47,7 +47,7 @@ class Samples(Protocol):
     def prefetch(self, indices: Sequence[int]) -> None:
         """Start to fetch these samples, if they are remote; returns at once."""
 
-    def bring(self, indices: Sequence[int], interrupt: Callable[[], None]) -> None:
+    def fetch(self, indices: Sequence[int], interrupt: Callable[[], None]) -> None:
         """Wait until these samples are local; the wait calls `interrupt`, which may raise."""
 
 
@@ -105,7 +105,7 @@ class Windows:
         if isinstance(self._shards, FetchedShards):
             self._shards.prefetch(self._files_of(indices))
 
-    def bring(self, indices: Sequence[int], interrupt: Callable[[], None]) -> None:
+    def fetch(self, indices: Sequence[int], interrupt: Callable[[], None]) -> None:
         """Wait until the shards of these windows are local; the wait calls `interrupt`."""
         if isinstance(self._shards, FetchedShards):
             for name in self._files_of(indices):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from actors.ray_backend.cluster_nodes import NodeSeen, own_software, see_nodes
+from actors.ray_backend.cluster_nodes import NodeReport, query_nodes, software_versions
 from pipelines.doctor.finding import Finding
 from pipelines.doctor.places import clock
 from pipelines.observe.history.formatting import counted
@@ -13,7 +13,7 @@ from pipelines.observe.history.formatting import counted
 def cluster(address: str | None, namespace: str) -> Iterator[Finding]:
     """Join the cluster if there is one, query each node, and leave."""
     try:
-        nodes = see_nodes(address, namespace)
+        nodes = query_nodes(address, namespace)
     except (OSError, ValueError) as error:
         fix = "unset RAY_ADDRESS to use a local cluster, or start this one"
         yield Finding("Ray cluster", f"RAY_ADDRESS={address}: {error}", "failed", fix)
@@ -30,15 +30,15 @@ def cluster(address: str | None, namespace: str) -> Iterator[Finding]:
         yield from _node(node)
 
 
-def _node(node: NodeSeen) -> Iterator[Finding]:
+def _node(node: NodeReport) -> Iterator[Finding]:
     check = f"node {node.address}"
     if node.trouble:
         fix = "install these sources there, or submit them with the job: see docs/cluster.md"
         yield Finding(check, node.trouble, "failed", fix)
         return
-    yield node_software(check, node.software, own_software())
+    yield node_software(check, node.software, software_versions())
     assert node.clock_s is not None
-    yield clock(check, node.clock_s, node.between)
+    yield clock(check, node.clock_s, node.queried_between)
 
 
 def node_software(check: str, theirs: dict[str, str], ours: dict[str, str]) -> Finding:

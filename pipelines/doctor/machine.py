@@ -9,8 +9,8 @@ from shutil import disk_usage
 
 import psutil
 
-from actors.runtime.network import Network, listen, own_address
-from actors.storage.errors import UnfitMachine
+from actors.runtime.network import Network, listen, listen_address
+from actors.storage.errors import UnsuitableMachine
 from pipelines.doctor.finding import BOUNDS, Bounds, Finding, verdict_of
 from pipelines.observe.history.formatting import quantity
 
@@ -20,8 +20,8 @@ SHARED_MEMORY = Path("/dev/shm")
 def network(network: Network, towards: str) -> Iterator[Finding]:
     """The interface on the route to a host, and whether a process can listen on its ports."""
     try:
-        address = own_address(network, towards)
-    except UnfitMachine as error:
+        address = listen_address(network, towards)
+    except UnsuitableMachine as error:
         yield Finding("interface", str(error), "failed", "give an existing one with --interface")
         return
     names = [
@@ -32,7 +32,7 @@ def network(network: Network, towards: str) -> Iterator[Finding]:
     yield Finding("interface", f"{', '.join(names) or 'unknown'} ({address}), route to {towards}")
     try:
         listener = listen(address, network)
-    except UnfitMachine as error:
+    except UnsuitableMachine as error:
         yield Finding("ports", str(error), "failed", "allow other ports with --ports")
         return
     port = listener.getsockname()[1]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pydantic import ValidationError
 
 from actors.controller.journal import replay
-from actors.controller.journal_repair import ASIDE, Damage, examine_journal, repair_journal
+from actors.controller.journal_repair import DAMAGED_FOLDER, Damage, examine_journal, repair_journal
 from actors.controller.run_opening import repair_command
 from actors.storage.checkpoint_files import FoundCheckpoints, find_checkpoints, set_aside
 from actors.storage.errors import RunTaken
@@ -101,7 +101,7 @@ def repair_run(run: RunFolder) -> Iterator[Finding]:
 
 def _repair(run: RunFolder, inspection: _Inspection, lease: Lease) -> Iterator[Finding]:
     for name in inspection.small_files:
-        aside = f"{ASIDE}/{name}.epoch-{lease.epoch}"
+        aside = f"{DAMAGED_FOLDER}/{name}.epoch-{lease.epoch}"
         run.files.write(aside, run.files.read(name))
         run.files.remove(name)
         value = f"set aside as {run.files.at(aside).url}; lost: {LOST[name]}"

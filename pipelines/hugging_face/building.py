@@ -13,7 +13,7 @@ from actors.distributed.torch_private import direct_buffers, direct_parameters, 
 from pipelines.data.transformers_library import library
 from pipelines.hugging_face.transformers_private import initialise, initialises
 from pipelines.settings.errors import UserError
-from pipelines.settings.home import expanded
+from pipelines.settings.home import expand_home
 
 CPU = torch.device("cpu")
 UNSUPPORTED_FIELDS = ("auto_map", "quantization_config")
@@ -172,7 +172,7 @@ def read_fields(path: str) -> tuple[dict[str, Any], Path | None]:
 
     Raises `UserError`.
     """
-    place = expanded(path).resolve()
+    place = expand_home(path).resolve()
     file = place / "config.json" if place.is_dir() else place
     if not file.is_file():
         problem = f"has no {file.name}" if place.is_dir() else "no such folder or file"

@@ -28,9 +28,9 @@ from pipelines.settings import HuggingFaceSettings, LoraSettings
 from pipelines.settings.errors import UserError
 from pipelines.training.models.next_token import NextToken
 from pipelines.training.workload.initial_values import draw, slices_of
+from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups
 from pipelines.training.workload.seeds import keyed_generator
-from pipelines.training.workload.spread import ALONE, Spread
-from pipelines.training.workload.workload import Fed, ModelShape, nothing
+from pipelines.training.workload.workload import ModelShape, ModuleInputs, nothing
 
 MASKS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_masks_for_generate")
 """Functions of `transformers` that build masks which separate packed documents."""
@@ -94,7 +94,7 @@ class CausalLMWorkload(NextToken):
             return False
         return any(name in code for name in MASKS) and "create_recurrent_attention_mask" not in code
 
-    def module(self, spread: Spread = ALONE) -> nn.Module:
+    def module(self, parallel: ParallelGroups = ALONE) -> nn.Module:
         model = build(self.settings.config)
         if self.lora:
             add_adapters(model, self.lora)
@@ -134,20 +134,22 @@ class CausalLMWorkload(NextToken):
         key = keyed_generator("initial", seed, name).initial_seed()
         return draw_tensor(self.example, base, key)[slices_of(region)].clone()
 
-    def feed(self, batch: Batch, device: torch.device, spread: Spread, seed: int) -> Fed:
+    def feed(
+        self, batch: Batch, device: torch.device, parallel: ParallelGroups, seed: int
+    ) -> ModuleInputs:
         keywords = {}
         if batch.documents is not None:
             keywords["positions"] = positions_of(batch.documents)
-        return Fed(batch.tokens.to(device), keywords, batch.targets.to(device))
+        return ModuleInputs(batch.tokens.to(device), keywords, batch.targets.to(device))
 
-    def flowing(self, layer: int, num_samples: int, spread: Spread) -> Tensor:
+    def flowing(self, layer: int, num_samples: int, parallel: ParallelGroups) -> Tensor:
         if layer == 0:
             return torch.empty(num_samples, self.seq_len, dtype=torch.int64, device="meta")
         width = text_config(self.example).hidden_size
         if layer == len(self.anatomy.shape.layers):
             width = self.vocab_size
             if self.cuts_head:
-                width = chunk_interval(width, spread.num_tp, spread.tp_rank)[1]
+                width = chunk_interval(width, parallel.num_tp, parallel.tp_rank)[1]
         shape = (num_samples, self.seq_len, width)
         return torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
 

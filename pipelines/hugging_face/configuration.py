@@ -11,7 +11,7 @@ from pydantic import ValidationError
 
 from pipelines.settings import ExpertsSettings, TransformerSettings
 from pipelines.settings.errors import UserError
-from pipelines.settings.home import expanded
+from pipelines.settings.home import expand_home
 
 CONFIG = "config.json"
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "granitemoeshared": "GraniteMoeSharedForCausalLM"}
@@ -85,7 +85,7 @@ def transformer_from(folder: str | Path) -> TransformerSettings:
 
     Raises `UserError` if there is no model, or our transformer does not support it.
     """
-    return settings_of(read_config(expanded(folder)), Path(folder))
+    return settings_of(read_config(expand_home(folder)), Path(folder))
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -33,7 +33,7 @@ from pipelines.hugging_face.vocabulary import vocabulary_of, write_vocabulary
 from pipelines.observe.history.run_folder import RunFolder, find_run, refuse_other_format
 from pipelines.settings import HuggingFaceSettings, TrainSettings, TransformerSettings
 from pipelines.settings.errors import UserError
-from pipelines.settings.home import expanded
+from pipelines.settings.home import expand_home
 from pipelines.training.checkpoint.reader import Checkpoint
 from pipelines.training.workload.state import stored_dtype
 
@@ -70,7 +70,7 @@ def export(
     If None, `step` is the newest checkpoint's, and `dtype` that in which the run keeps parameters.
     Memory holds a few windows; files have about `shard_bytes`. Raises `UserError`.
     """
-    out = expanded(out or f"{run_name}-hf").resolve()
+    out = expand_home(out or f"{run_name}-hf").resolve()
     _refuse_taken(out)
     source = open_source(run_name, storage, step)
     model = source.settings.model

@@ -14,7 +14,7 @@ from pipelines.data.shards import Index, read_index
 from pipelines.data.tokens import SEPARATORS, ByteTokenizer, find_tokenizer
 from pipelines.settings import DataSettings
 from pipelines.settings.errors import UserError
-from pipelines.settings.home import expanded
+from pipelines.settings.home import expand_home
 
 
 class Vocabulary(NamedTuple):
@@ -66,7 +66,7 @@ def _file_tokenizer(data: DataSettings, index: Index) -> Tokenizer:
         raise UserError(
             f"the data were prepared with another tokenizer than data.tokenizer={data.tokenizer}"
         )
-    tokenizer = tokenizers.Tokenizer.from_file(str(expanded(data.tokenizer)))
+    tokenizer = tokenizers.Tokenizer.from_file(str(expand_home(data.tokenizer)))
     tokenizer.no_truncation()
     tokenizer.no_padding()
     tokenizer.post_processor = None

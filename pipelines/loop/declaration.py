@@ -9,7 +9,7 @@ from typing import Any
 from torch import nn
 
 from pipelines.loop.errors import LoopMisused
-from pipelines.loop.stepping import ScriptOptimizing
+from pipelines.loop.stepping import ScriptOptimizerFactory
 from pipelines.settings.recipe import Dataset
 
 
@@ -32,7 +32,7 @@ class Declaration:
 
     model: nn.Module
     """The module with its values of step 0."""
-    optimising: ScriptOptimizing
+    optimizer_factory: ScriptOptimizerFactory
     dataset: Dataset
     collate: Callable[[list[Any]], Any]
     microbatch: int

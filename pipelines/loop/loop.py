@@ -14,7 +14,7 @@ from pipelines.loop.run import Run
 from pipelines.loop.step import Step
 from pipelines.loop.thread import LoopThread
 from pipelines.training.custom.custom_module import seeded
-from pipelines.training.workload.workload import Sums
+from pipelines.training.workload.workload import LossSums
 
 ScriptFunction = Callable[[Run], None]
 """A function that prepares what it trains with and loops over `run.steps`."""
@@ -43,7 +43,7 @@ class Loop:
         self._abandon()
         self._begin()
 
-    def take(self, step: Step, module: nn.Module) -> list[Sums]:
+    def take(self, step: Step, module: nn.Module) -> list[LossSums]:
         """The losses that the loop's body computes for a step with this worker's module.
 
         Raises what the body raises.

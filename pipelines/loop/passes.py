@@ -9,31 +9,31 @@ from torch import Tensor
 
 from pipelines.loop.loop import Loop
 from pipelines.loop.step import Microbatch, Step
-from pipelines.training.passes.moving_buffers import MovingBuffers
-from pipelines.training.passes.passes import OneByOne
+from pipelines.training.passes.passes import SequentialPasses
+from pipelines.training.passes.running_buffers import RunningBuffers
 from pipelines.training.sharding.sharded import Sharded
-from pipelines.training.workload.spread import Spread
-from pipelines.training.workload.workload import Sums, Workload
+from pipelines.training.workload.parallel_groups import ParallelGroups
+from pipelines.training.workload.workload import LossSums, Workload
 
 
-class LoopPasses(OneByOne):
+class LoopPasses(SequentialPasses):
     """Passes whose training part the script drives; evaluation is standard. See `Passes`."""
 
     def __init__(
         self,
         workload: Workload,
         sharded: Sharded,
-        spread: Spread,
-        moving: MovingBuffers,
+        parallel: ParallelGroups,
+        moving: RunningBuffers,
         loop: Loop,
         is_first_worker: bool,
     ) -> None:
-        super().__init__(workload, sharded, spread, moving)
+        super().__init__(workload, sharded, parallel, moving)
         self.loop = loop
         self.is_first_worker = is_first_worker
         self.step = self.epoch = 0
 
-    def train(self, feds: Iterable[Any], num_rounds: int) -> list[Sums]:
+    def train(self, feds: Iterable[Any], num_rounds: int) -> list[LossSums]:
         engine = LoopEngine(iter(feds), num_rounds, self.sharded, self.moving)
         step = Step(self.step, engine, self.epoch, self.is_first_worker)
         return self.loop.take(step, self.module)
@@ -47,7 +47,7 @@ class LoopEngine:
         microbatches: Iterator[Microbatch],
         num_microbatches: int,
         sharded: Sharded,
-        moving: MovingBuffers,
+        moving: RunningBuffers,
     ) -> None:
         self.num_microbatches = num_microbatches
         self._microbatches = microbatches

@@ -11,8 +11,8 @@ from pipelines.loop.errors import LoopMisused
 from pipelines.loop.loop import Loop
 from pipelines.loop.passes import LoopPasses
 from pipelines.settings import TrainSettings
-from pipelines.training.passes.moving_buffers import MovingBuffers
 from pipelines.training.passes.passes import Passes
+from pipelines.training.passes.running_buffers import RunningBuffers
 from pipelines.training.passes.stage_buffers import StageBuffers
 from pipelines.training.passes.stage_modules import Stage
 from pipelines.training.replica.replica import ShardedReplica
@@ -31,11 +31,11 @@ class LoopReplica(ShardedReplica):
     def _pipeline_passes(self, stages: Sequence[Stage], moving: StageBuffers) -> Passes:
         raise LoopMisused("pp: a custom training loop cannot run as a pipeline; set pp=1")
 
-    def _passes(self, moving: MovingBuffers) -> Passes:
+    def _passes(self, moving: RunningBuffers) -> Passes:
         is_warm_up = self.groups.assignment.generation == 0
         is_first = self.groups.world_rank == 0 and not is_warm_up
         self.loop_passes = LoopPasses(
-            self.workload, self.sharded, self.spread, moving, self.loop, is_first
+            self.workload, self.sharded, self.parallel, moving, self.loop, is_first
         )
         return self.loop_passes
 

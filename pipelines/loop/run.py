@@ -20,7 +20,7 @@ from pipelines.loop.prepared import (
     PreparedScheduler,
 )
 from pipelines.loop.step import Step
-from pipelines.loop.stepping import ScriptOptimizing
+from pipelines.loop.stepping import ScriptOptimizerFactory
 from pipelines.settings.recipe import Dataset
 
 
@@ -90,7 +90,7 @@ class Run:
         assert loader.batch_size is not None and isinstance(dataset, Sized)
         return Declaration(
             model,
-            ScriptOptimizing(optimizer, self._scheduler, names, max_grad_norm),
+            ScriptOptimizerFactory(optimizer, self._scheduler, names, max_grad_norm),
             dataset,
             loader.collate_fn,
             loader.batch_size,

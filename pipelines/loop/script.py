@@ -87,9 +87,9 @@ def recipe_of(declaration: Declaration, settings: TrainSettings) -> Recipe:
     return Recipe(
         model=partial(_copied, declaration.model),
         loss=_no_held_out_data,
-        optimizer=declaration.optimising.build,
-        schedule=declaration.optimising.rate,
-        max_grad_norm=declaration.optimising.max_grad_norm,
+        optimizer=declaration.optimizer_factory.build,
+        schedule=declaration.optimizer_factory.rate,
+        max_grad_norm=declaration.optimizer_factory.max_grad_norm,
         data=lambda: declaration.dataset,
         held_out=(lambda: evaluation.dataset) if evaluation else None,
         evaluation=evaluation.losses if evaluation else None,

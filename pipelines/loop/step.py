@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from pipelines.loop.errors import LoopMisused
-from pipelines.training.workload.workload import Sums, at_least_float32
+from pipelines.training.workload.workload import LossSums, at_least_float32
 
 
 class Microbatch(Protocol):
@@ -65,10 +65,10 @@ class Step:
         self.committed = False
         """Whether the step committed, known after the block; if not, the same step follows."""
         self.on_enter: Callable[[], None] = _nothing
-        self.on_finish: Callable[[list[Sums] | BaseException], None] = _ignore
+        self.on_finish: Callable[[list[LossSums] | BaseException], None] = _ignore
         self._engine = engine
         self._open: Microbatch | None = None
-        self._sums: list[Sums] = []
+        self._sums: list[LossSums] = []
         self._failure: BaseException | None = None
         self._is_entered = self._is_over = False
 
@@ -128,7 +128,7 @@ class Step:
         except BaseException as error:
             self.note(error)
             raise
-        self._sums.append(Sums(total.detach(), count))
+        self._sums.append(LossSums(total.detach(), count))
 
     def note(self, error: BaseException) -> None:
         """Record an error: the step cannot commit, even if the script suppresses the error."""
@@ -178,5 +178,5 @@ def _nothing() -> None:
     """The step has nothing to open yet."""
 
 
-def _ignore(outcome: list[Sums] | BaseException) -> None:
+def _ignore(outcome: list[LossSums] | BaseException) -> None:
     """No thread waits for the outcome yet."""

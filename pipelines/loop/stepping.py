@@ -17,12 +17,13 @@ NO_PARAMETERS = "params"
 BASE_LR, LR = "initial_lr", "lr"
 
 
-class ScriptOptimizing:
-    """A script's optimizer and scheduler as an `Optimizing`.
+class ScriptOptimizerFactory:
+    """A script's optimizer and scheduler as an `OptimizerFactory`.
 
-    See `pipelines.training.workload.optimizer.Optimizing`. For each set of shards a new optimizer
-    is built as unpickling builds it, so any optimizer class works. The scheduler is stepped once a
-    step, ahead of time, on the script's original optimizer, which steps no parameters.
+    See `pipelines.training.workload.optimizer.OptimizerFactory`. For each set of shards a new
+    optimizer is built as unpickling builds it, so any optimizer class works. The scheduler is
+    stepped once a step, ahead of time, on the script's original optimizer, which steps no
+    parameters.
     """
 
     def __init__(

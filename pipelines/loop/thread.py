@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 
 from actors.runtime.machine import drop_tiny_numbers
-from actors.runtime.substitute_thread import stood_in_for
+from actors.runtime.substitute_thread import substituted_by
 from pipelines.loop.declaration import Declaration, NotDeclared
 from pipelines.loop.errors import LoopMisused
 from pipelines.loop.step import Step
-from pipelines.training.workload.workload import Sums
+from pipelines.training.workload.workload import LossSums
 
 
 class Abandoned(BaseException):
     """Unwinds an abandoned function; a user's `except Exception` does not catch it."""
 
 
-Outcome = Declaration | list[Sums] | BaseException
+Outcome = Declaration | list[LossSums] | BaseException
 
 
 class LoopThread:
@@ -44,20 +44,20 @@ class LoopThread:
         Raises what the function raises, and `UserError` if it ends without a step.
         """
         self._thread.start()
-        with stood_in_for(self._thread):
+        with substituted_by(self._thread):
             outcome = self._outcomes.get()
         if isinstance(outcome, BaseException):
             raise outcome
         assert isinstance(outcome, Declaration)
         return outcome
 
-    def take(self, step: Step) -> list[Sums]:
+    def take(self, step: Step) -> list[LossSums]:
         """Let the loop's body compute a step. Raises what the body raises."""
         if self._end is not None:
             raise self._end
         self.is_busy = True
         self._turns.put(step)
-        with stood_in_for(self._thread):
+        with substituted_by(self._thread):
             outcome = self._outcomes.get()
         self.is_busy = False
         if isinstance(outcome, BaseException):

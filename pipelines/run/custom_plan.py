@@ -15,7 +15,7 @@ from pipelines.settings.errors import UserError
 from pipelines.settings.overrides import Given
 from pipelines.settings.recipe import Recipe
 from pipelines.training.custom.optimizer_checks import refuse_unfit
-from pipelines.training.workload.state import build_on_meta, optimising_of, trained_dims
+from pipelines.training.workload.state import build_on_meta, optimizer_factory_of, trained_dims
 from pipelines.training.workload.workload import Workload
 
 STATE_DIGEST, SOURCE = "state_digest", "source"
@@ -60,7 +60,7 @@ def refuse_unfit_recipe(workload: Workload, settings: TrainSettings) -> None:
                 "give it shape (1,)"
             )
     workload.blocks(module)
-    refuse_unfit(optimising_of(workload, settings), trained_dims(module))
+    refuse_unfit(optimizer_factory_of(workload, settings), trained_dims(module))
 
 
 def notes_on(workload: Workload, settings: TrainSettings) -> tuple[str, ...]:

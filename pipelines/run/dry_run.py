@@ -18,7 +18,7 @@ from elastic.geometry.training_job import Capacity
 from elastic.geometry.zero import PARTS, zero_in_step
 from elastic.planner.layout_choice import plan_layout
 from elastic.planner.memory_model import worker_bytes
-from pipelines.data.opening import RANDOM, FoundData, find_data
+from pipelines.data.opening import RANDOM, DataPlan, find_data
 from pipelines.data.packing import find_chats
 from pipelines.observe.history.formatting import counted, quantity
 from pipelines.observe.history.run_folder import RunFolder, named_storage
@@ -64,7 +64,7 @@ def dry_run(request: TrainRequest, console: Console) -> int:
     return 0
 
 
-def _data(request: TrainRequest, settings: TrainSettings) -> FoundData:
+def _data(request: TrainRequest, settings: TrainSettings) -> DataPlan:
     data = settings.data
     cache = request.data_cache or named_storage(request.storage).at("data").url
     tokenization = (data.tokenizer, data.separator, data.held_out_fraction)
@@ -96,7 +96,7 @@ def _run_rows(plan: RunPlan, seq_len: int) -> DryRunReport:
     )
 
 
-def _data_rows(plan: RunPlan, settings: TrainSettings, found: FoundData | None) -> DryRunReport:
+def _data_rows(plan: RunPlan, settings: TrainSettings, found: DataPlan | None) -> DryRunReport:
     source = settings.data.source or "the Python standard library"
     samples = plan.recipe["num_samples"]
     epochs = f"{settings.steps * settings.batch / samples:.3g} epochs"

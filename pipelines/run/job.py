@@ -11,7 +11,7 @@ from elastic.geometry.training_job import Job
 from pipelines.run.program import TrainingProgram
 from pipelines.settings import TrainSettings
 from pipelines.settings.bounds import SEVERAL_STAGES
-from pipelines.training.workload.spread import ALONE
+from pipelines.training.workload.parallel_groups import ALONE
 
 
 def job_of(settings: TrainSettings, program: TrainingProgram) -> Job:

@@ -9,7 +9,7 @@ from actors.runtime.fault_spec import Fault
 from actors.runtime.network import Network
 from actors.worker.worker_options import WorkerOptions
 from elastic.controller.drain import NODE_GRACE_S
-from elastic.controller.growth import SETTLE_S
+from elastic.controller.growth import JOIN_WAIT_S
 from elastic.duties.checkpoints import MAX_AUTO_S, MIN_AUTO_S
 from elastic.duties.gang_backoff import FIRST_PAUSE_S
 from elastic.duties.membership import FIRST_BACKOFF_S, MAX_START_FAILURES
@@ -30,7 +30,7 @@ def policy_of(settings: TrainSettings, min_workers: int, max_workers: int, run_n
         growth_horizon_s=settings.growth.horizon_s,
         standby_timeout_s=settings.growth.standby_timeout_s,
         gang_timeout_s=settings.growth.gang_timeout_s,
-        growth_settle_s=SETTLE_S,
+        growth_wait_s=JOIN_WAIT_S,
         gang_pause_s=FIRST_PAUSE_S,
         gang_jitter=_fraction_of(run_name),
         max_start_failures=MAX_START_FAILURES,

@@ -62,10 +62,10 @@ from pipelines.run.refusals import (
 )
 from pipelines.settings import TrainSettings
 from pipelines.settings.errors import LayoutRefused, UserError
-from pipelines.settings.home import expanded
+from pipelines.settings.home import expand_home
 from pipelines.settings.overrides import Given, differing_training_settings, first_problem, override
 from pipelines.settings.recipe import Recipe
-from pipelines.settings.user_code import code_of_user
+from pipelines.settings.user_code import user_code_errors
 
 
 @dataclass(frozen=True)
@@ -141,7 +141,11 @@ def make_plan(request: TrainRequest, num_gpus: int) -> RunPlan:
     factory = _program(
         settings, custom, request.data_cache or named_storage(request.storage).at("data").url
     )
-    with code_of_user(f"recipe {name_of(request.recipe)}") if custom is not None else nullcontext():
+    with (
+        user_code_errors(f"recipe {name_of(request.recipe)}")
+        if custom is not None
+        else nullcontext()
+    ):
         program = TrainingProgram(**{**factory.kwargs, "device": "cpu"})
         if custom is not None:
             refuse_unfit_recipe(program.workload, settings)
@@ -192,7 +196,7 @@ def _with_places(
     if request.record_samples:
         settings = settings.model_copy(update={"record_samples": _samples_file(folder)})
     if settings.init_from is not None:
-        init_from = str(expanded(settings.init_from).resolve())
+        init_from = str(expand_home(settings.init_from).resolve())
         settings = settings.model_copy(update={"init_from": init_from})
         open_pretrained(settings)  # raises here, before data are prepared
     return settings

@@ -6,9 +6,9 @@ from dataclasses import fields
 
 from actors.ray_backend.cluster.connection import own_node_address, will_be_head, will_be_private
 from actors.ray_backend.cluster.resources import NoSuchAccelerator, refuse_unknown
-from actors.runtime.network import ANYWHERE, Network, listen, own_address
+from actors.runtime.network import ANYWHERE, Network, listen, listen_address
 from actors.runtime.pickling import first_unpicklable, why_unpicklable
-from actors.storage.errors import UnfitMachine
+from actors.storage.errors import UnsuitableMachine
 from pipelines.loop.script import Script
 from pipelines.run.plan import RunPlan
 from pipelines.settings.errors import UserError
@@ -56,8 +56,8 @@ def _refuse_network(network: Network, is_head: bool) -> None:
     if network == ANYWHERE or not (network.interface or is_head):
         return
     try:
-        address = own_address(network, own_node_address())
+        address = listen_address(network, own_node_address())
         if is_head:
             listen(address, network).close()
-    except UnfitMachine as error:
+    except UnsuitableMachine as error:
         raise UserError(str(error)) from None

@@ -86,7 +86,7 @@ class TrainingProgram:
 
     def warm_up(self) -> None:
         """Check that this machine can read the data, then build and step once and discard the
-        result; see `pipelines.training.replica.warm_up`. Raises `UnfitMachine`."""
+        result; see `pipelines.training.replica.warm_up`. Raises `UnsuitableMachine`."""
         self.workload.reach()
         warm_up(self.workload, self.settings, self.device, self._replica)
         if self.loop is not None:

@@ -27,9 +27,9 @@ from pipelines.settings import (
     TransformerSettings,
 )
 from pipelines.settings.errors import UserError
-from pipelines.settings.overrides import near
+from pipelines.settings.overrides import similar_names
 from pipelines.settings.recipe import Recipe
-from pipelines.settings.user_code import code_of_user
+from pipelines.settings.user_code import user_code_errors
 
 RecipeLike = str | TrainSettings | Recipe | Callable[..., Any]
 """A recipe, or a name or function that gives one; see `load`."""
@@ -110,7 +110,7 @@ def load(
     verb = "is"
     if callable(value):
         is_named = isinstance(recipe, str)
-        with code_of_user(f"recipe {recipe}") if is_named else nullcontext():
+        with user_code_errors(f"recipe {recipe}") if is_named else nullcontext():
             if is_script(value):
                 return script_of(value)
             _refuse_missing_arguments(recipe, value)
@@ -182,13 +182,13 @@ def _from_module(name: str, place: str, function: str) -> Callable[[], TrainSett
     is_file = place.endswith(".py")
     if not function or (not is_file and not all(p.isidentifier() for p in place.split("."))):
         raise UserError(f"recipe {name}: write path/to/file.py:function or module:function")
-    with code_of_user(f"recipe {name}", is_all_theirs=True):
+    with user_code_errors(f"recipe {name}", is_all_theirs=True):
         module = _from_file(name, Path(place)) if is_file else _imported(name, place)
     recipe = getattr(module, function, None)
     if not callable(recipe):
         names = [key for key, value in vars(module).items() if _is_defined_in(module, value)]
         raise UserError(
-            f"recipe {name}: {place} has no function '{function}'; {near(function, names)}"
+            f"recipe {name}: {place} has no function '{function}'; {similar_names(function, names)}"
         )
     function_of_user: Callable[[], TrainSettings | Recipe] = recipe
     return function_of_user

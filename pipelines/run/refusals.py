@@ -10,7 +10,7 @@ from actors.storage.credentials import has_credentials, without_credentials
 from elastic.geometry.errors import ElasticError
 from elastic.geometry.target_layout import TargetLayout
 from pipelines.settings.errors import UserError
-from pipelines.settings.overrides import near
+from pipelines.settings.overrides import similar_names
 
 MAX_WORKERS = 100_000
 
@@ -97,7 +97,8 @@ def refuse_unknown_recipe(name: str) -> None:
     if ":" not in name and name not in BUILT_IN:
         raise UserError(
             f"recipe {name}: there is no built-in recipe of that name; "
-            f"{near(name, list(BUILT_IN))}; or write path/to/file.py:function or module:function"
+            f"{similar_names(name, list(BUILT_IN))}; or write path/to/file.py:function or "
+            "module:function"
         )
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from actors.controller.layout_requests import LayoutReply
 from actors.ray_backend.actor_names import NAMESPACE
-from actors.ray_backend.driver import ask_for_layout, close_cluster, join_cluster
+from actors.ray_backend.driver import close_cluster, join_cluster, send_layout_request
 from actors.storage.errors import ControllerLost, RunNotDriven
 from actors.storage.lease import owner_of
 from elastic.geometry.target_layout import TargetLayout
@@ -47,7 +47,7 @@ def reshard(run_name: str, layout: str, storage: str) -> str:
 def request_layout(folder: RunFolder, target_layout: TargetLayout) -> str:
     """As `reshard`, in a process that has joined the run's cluster."""
     try:
-        reply = ask_for_layout(folder.name, target_layout, PATIENCE_S)
+        reply = send_layout_request(folder.name, target_layout, PATIENCE_S)
     except RunNotDriven:
         raise _not_running(folder) from None
     except ControllerLost as error:

@@ -1,6 +1,6 @@
 """User errors: each is reported in one line and ends the command with exit code 2."""
 
-from actors.storage.errors import UnfitMachine
+from actors.storage.errors import UnsuitableMachine
 
 
 class UserError(Exception):
@@ -23,5 +23,5 @@ class LayoutRefused(UserError):
     """A requested layout that this run can form with no number of workers."""
 
 
-class DataUnreachable(UserError, UnfitMachine):
+class DataUnreachable(UserError, UnsuitableMachine):
     """This machine cannot read the run's data; other machines may be able to."""

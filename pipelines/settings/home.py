@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 
 
-def expanded(path: str | Path) -> Path:
+def expand_home(path: str | Path) -> Path:
     """The path with `~` replaced by the home folder.
 
     For an unknown user name the path stays unchanged and so does not exist, where

@@ -39,7 +39,7 @@ def override(settings: TrainSettings, changes: Iterable[str | Given]) -> TrainSe
             if not equals:
                 raise UserError(f"--set {change}: write key=value, e.g. optimizer.lr=3e-4")
         if key not in known:
-            raise UserError(f"--set {key}: there is no such setting; {near(key, known)}")
+            raise UserError(f"--set {key}: there is no such setting; {similar_names(key, known)}")
         _set(values, key.split("."), _parse(settings, key, text, written))
     return settings_from(values, "--set")
 
@@ -71,7 +71,7 @@ def differing_training_settings(old: TrainSettings, new: TrainSettings) -> list[
     ]
 
 
-def near(name: str, known: Sequence[str]) -> str:
+def similar_names(name: str, known: Sequence[str]) -> str:
     """The end of an error message: the known names most similar to `name`, or all of them."""
     if members := [key for key in known if key.startswith(f"{name}.")]:
         return f"{name} is a group: " + ", ".join(members)

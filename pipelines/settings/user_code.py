@@ -20,7 +20,7 @@ _INSTALLED = tuple(
 
 
 @contextmanager
-def code_of_user(what: str, is_all_theirs: bool = False) -> Iterator[None]:
+def user_code_errors(what: str, is_all_theirs: bool = False) -> Iterator[None]:
     """Raise `UserCodeFailed` for an exception of the user's code.
 
     `what` names the code. An exception whose frames are all in this project is a defect of this

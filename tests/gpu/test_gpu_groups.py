@@ -84,7 +84,7 @@ def all_reduce_ones(formation: Formation) -> float:
 def time_blocked_collective(formation: Formation) -> float:
     """The time for which a collective without its peer blocks until the abort."""
     began = time.monotonic()
-    threading.Timer(BREAK_AFTER_S, formation.break_off).start()
+    threading.Timer(BREAK_AFTER_S, formation.abort).start()
     with suppress(RuntimeError):
         all_reduce_ones(formation)  # after an abort NCCL may also return, with garbage
     return time.monotonic() - began
@@ -100,7 +100,7 @@ def abort_and_form_again(rank: int, port: int, folder: Path) -> None:
         results["blocked_s"] = time_blocked_collective(formation)
     store = dist.TCPStore(HOST, port, is_master=False)
     store.set(f"{worker} is done", "") if worker == "a" else store.wait(["a is done"])
-    formation.break_off()
+    formation.abort()
     formation.dissolve()
     formation = form_generation(worker, 2, port)
     results["second"] = all_reduce_ones(formation)

@@ -86,8 +86,8 @@ def test_bfloat16_keeps_parameters_in_float32_and_similar_losses() -> None:
 
 def test_fused_optimizer_on_the_gpu_equals_the_cpu() -> None:
     settings = OptimizerSettings(weight_decay=0.3)
-    optimising = AdamWBySettings(settings)
-    template = state_templates(optimising, {"shard": 2}, torch.float64)["shard"]
+    optimizer_factory = AdamWBySettings(settings)
+    template = state_templates(optimizer_factory, {"shard": 2}, torch.float64)["shard"]
     generator = torch.Generator().manual_seed(0)
     start = torch.randn(64, 32, dtype=torch.float64, generator=generator)
     gradients = torch.randn(8, 64, 32, dtype=torch.float64, generator=generator)
@@ -98,7 +98,7 @@ def test_fused_optimizer_on_the_gpu_equals_the_cpu() -> None:
             key: torch.zeros(shard.shape if value.ndim else (), dtype=value.dtype, device=device)
             for key, value in template.items()
         }
-        optimizer = LocalOptimizer(optimising, {"shard": shard}, {"shard": state})
+        optimizer = LocalOptimizer(optimizer_factory, {"shard": shard}, {"shard": state})
         assert optimizer.optimizer.defaults["fused"]
         for step, gradient in enumerate(gradients, start=1):
             optimizer.step({"shard": gradient.to(device)}, 0.1 / step / settings.lr)

@@ -16,8 +16,8 @@ from elastic.protocol.votes import Vote
 from pipelines.run.program import TrainingProgram
 from pipelines.settings import TrainSettings
 from pipelines.training.replica.replica import ShardedReplica
-from pipelines.training.workload.spread import Spread
-from pipelines.training.workload.workload import Fed, Sums, Workload, output_losses
+from pipelines.training.workload.parallel_groups import ParallelGroups
+from pipelines.training.workload.workload import LossSums, ModuleInputs, Workload, output_losses
 
 BAD_STEP = 9
 SPIKE_BATCH = 12
@@ -34,12 +34,12 @@ class ScaledWorkload:
     def __getattr__(self, name: str) -> Any:
         return getattr(self._workload, name)
 
-    def losses(self, module: nn.Module, fed: Fed, spread: Spread) -> Sums:
-        sums = output_losses(self, module, fed, spread)
-        return sums if self.counts else Sums(sums.loss * 0.0, torch.zeros_like(sums.num_tokens))
+    def losses(self, module: nn.Module, fed: ModuleInputs, parallel: ParallelGroups) -> LossSums:
+        sums = output_losses(self, module, fed, parallel)
+        return sums if self.counts else LossSums(sums.loss * 0.0, torch.zeros_like(sums.num_tokens))
 
-    def loss(self, output: Tensor, targets: Tensor, spread: Spread) -> Tensor:
-        loss = self._workload.loss(output, targets, spread) * self.factor
+    def loss(self, output: Tensor, targets: Tensor, parallel: ParallelGroups) -> Tensor:
+        loss = self._workload.loss(output, targets, parallel) * self.factor
         if self.gradient_factor != 1.0 and loss.requires_grad:
             factor = self.gradient_factor
             loss.register_hook(lambda gradient: gradient * factor)
@@ -53,7 +53,7 @@ class ScalingReplica(ShardedReplica):
         self.scaled_workload = ScaledWorkload(workload)
         super().__init__(self.scaled_workload, settings, groups)
 
-    def _feed_microbatch(self, step: int, microbatch: int | None) -> Fed:
+    def _feed_microbatch(self, step: int, microbatch: int | None) -> ModuleInputs:
         self.scaled_workload.factor = self.scaled_workload.gradient_factor = 1.0
         if microbatch is not None:
             self._set_factors(step, microbatch)
@@ -126,13 +126,13 @@ class BadRate(ShardedReplica):
     """The learning rate of one step is not finite."""
 
     def apply(self, step: int, vote: Vote) -> Applied:
-        rate = self.state.optimising.rate
+        rate = self.state.optimizer_factory.rate
         if step == BAD_STEP:
-            self.state.optimising.rate = lambda step: math.nan
+            self.state.optimizer_factory.rate = lambda step: math.nan
         try:
             return super().apply(step, vote)
         finally:
-            self.state.optimising.rate = rate
+            self.state.optimizer_factory.rate = rate
 
 
 class OverflowingSum(ShardedReplica):

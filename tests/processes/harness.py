@@ -137,7 +137,7 @@ def build_policy(min_workers: int, workers: int, changes: dict[str, float | str]
             "max_workers": workers,
             "quiesce_deadline_s": 3.0,
             "collective_timeout_s": 30.0,
-            "growth_settle_s": 0.2,
+            "growth_wait_s": 0.2,
             **changes,
         }
     )

@@ -13,7 +13,7 @@ from actors.runtime.program import Applied, Evaluation, Groups, Interrupt
 from elastic.protocol.votes import Vote
 from pipelines.run.program import TrainingProgram
 from pipelines.training.replica.replica import ShardedReplica
-from pipelines.training.workload.workload import Fed
+from pipelines.training.workload.workload import ModuleInputs
 
 MISTAKEN_STEP = 12
 
@@ -52,7 +52,7 @@ class ScalesGradients(ShardedReplica):
 class SeedsByRank(ShardedReplica):
     """Draws its randomness by rank, so that it depends on the world."""
 
-    def _feed_microbatch(self, step: int, microbatch: int | None) -> Fed:
+    def _feed_microbatch(self, step: int, microbatch: int | None) -> ModuleInputs:
         fed = super()._feed_microbatch(step, microbatch)
         seeds = torch.full_like(fed.keywords["seeds"], 1000 * step + self.groups.world_rank)
         return fed._replace(keywords=fed.keywords | {"seeds": seeds})
@@ -61,7 +61,7 @@ class SeedsByRank(ShardedReplica):
 class DiesOfASample(ShardedReplica):
     """One microbatch of one step kills each worker that computes it, as a bad sample may."""
 
-    def _feed_microbatch(self, step: int, microbatch: int | None) -> Fed:
+    def _feed_microbatch(self, step: int, microbatch: int | None) -> ModuleInputs:
         if (step, microbatch) == (MISTAKEN_STEP, 5):
             os.kill(os.getpid(), signal.SIGKILL)
         return super()._feed_microbatch(step, microbatch)

@@ -13,7 +13,7 @@ from harness import Outcome, run_in_processes
 from actors.runtime.fault_spec import Fault
 from elastic.geometry.sample_order import microbatch_seed
 from elastic.protocol.events import WorkerDraining
-from pipelines.training.checkpoint.weights import weights_of
+from pipelines.training.checkpoint.weights import load_weights
 
 RECIPE = f"{Path(custom_net.__file__)}:recipe"
 
@@ -42,7 +42,7 @@ def assert_equals_plain_loop(run: Outcome) -> None:
             pytest.approx(held_out_loss, rel=1e-9),
             [["accuracy", accuracy]],
         ]
-    actual = weights_of(run.folder)
+    actual = load_weights(run.folder)
     assert actual.keys() == state.keys()
     for name, value in actual.items():
         torch.testing.assert_close(value, state[name], rtol=1e-9, atol=1e-11)

@@ -13,7 +13,7 @@ from harness import run_in_processes
 from test_snapshots import kill
 
 from elastic.protocol.events import WorkerDraining
-from pipelines.training.checkpoint.weights import weights_of
+from pipelines.training.checkpoint.weights import load_weights
 
 RECIPE = f"{Path(custom_chain.__file__)}:recipe"
 
@@ -76,7 +76,7 @@ def test_custom_pipeline_killed_and_resized_equals_the_plain_loop(
     for step, (held_out_loss, accuracy) in expected_evaluations.items():
         assert evaluations[step][0] == pytest.approx(held_out_loss, rel=1e-9)
         assert evaluations[step][1] == {"accuracy": pytest.approx(accuracy)}
-    actual = weights_of(run.folder)
+    actual = load_weights(run.folder)
     assert actual.keys() == state.keys()
     for name, value in actual.items():
         torch.testing.assert_close(value, state[name], rtol=1e-9, atol=1e-11)

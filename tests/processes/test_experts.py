@@ -20,7 +20,7 @@ from pipelines.run.recipes import tiny_moe
 from pipelines.settings import DataSettings, ExpertsSettings
 from pipelines.training.models.experts import MixtureOfExperts
 from pipelines.training.replica.warm_up import group_of_one
-from pipelines.training.workload.spread import Spread
+from pipelines.training.workload.parallel_groups import ParallelGroups
 
 SETTINGS = tiny_moe().model_copy(
     update={
@@ -181,7 +181,7 @@ def compute_cases(name: str, spreading: Spreading, world_rank: int, folder: Path
     for case in CASES:
         module, hidden, gradient = build_unsharded(case)
         keep_expert_chunk(module, mesh.get_local_rank("ep"), spreading.num_ep)
-        module.spread = Spread(
+        module.parallel = ParallelGroups(
             sequence=mesh.get_group(spreading.sequence_axis), ep=mesh.get_group("ep")
         )
         num_ranks = spreading.num_ranks

@@ -11,10 +11,10 @@ import pytest
 import torch
 from test_snapshot_server import HOST, SECRET, Child, interrupt_never
 
-from actors.runtime.handshake import connect_afar
+from actors.runtime.handshake import connect_remote
 from actors.snapshots.memory_layout import read_snapshot, sizes_of
 from actors.snapshots.messages import receive_message, send_message
-from actors.snapshots.server import SnapshotHost
+from actors.snapshots.server import SnapshotServerProcess
 from actors.snapshots.worker_snapshots import Snapshots
 from elastic.duties.recovery import bring_back
 from elastic.geometry.assignment import Assignment
@@ -23,7 +23,7 @@ from elastic.geometry.tensor_specs import TensorSpec
 from elastic.protocol.commands import StartSnapshots
 from elastic.protocol.events import SnapshotServerReported
 from elastic.reshard.parity import chunk_size
-from elastic.reshard.reshard_plan import Carried
+from elastic.reshard.reshard_plan import CarriedPart
 from elastic.reshard.snapshot_placement import SnapshotServer
 
 NUM_NODES = 4
@@ -69,7 +69,7 @@ def snapshots_at(order: StartSnapshots) -> list[Snapshots]:
     all_snapshots = []
     for number, worker in enumerate(MEMBERS):
         all_snapshots.append(Snapshots(worker, f"n{number}", SPECS, every=1, secret=SECRET))
-        all_snapshots[-1].protect(order)
+        all_snapshots[-1].start_snapshots(order)
     return all_snapshots
 
 
@@ -103,7 +103,7 @@ def rebuild(children: list[Child], lost: int, step: int) -> dict[str, torch.Tens
     )
     [sources] = [o for s, o in recoverable.items() if (s.worker, s.step) == (MEMBERS[lost], step)]
     snapshot_servers = {child.snapshot_server.node: child.snapshot_server for child in children}
-    carried = Carried(MEMBERS[lost], "w9", "", sources)
+    carried = CarriedPart(MEMBERS[lost], "w9", "", sources)
     return read_snapshot(carried, snapshot_servers, "n9", SPECS, ASSIGNMENT, step, SECRET)
 
 
@@ -157,7 +157,7 @@ def test_replaced_server_gets_all_chunks_under_the_next_order(children: list[Chi
     for rank, worker_snapshots in enumerate(snapshots):
         worker_snapshots.take(2, ASSIGNMENT, random_shard(rank, 2))
     threading.Timer(
-        0.3, lambda: [worker_snapshots.protect(order) for worker_snapshots in snapshots]
+        0.3, lambda: [worker_snapshots.start_snapshots(order) for worker_snapshots in snapshots]
     ).start()
     for worker_snapshots in snapshots:
         worker_snapshots.await_whole(interrupt_never)
@@ -177,7 +177,7 @@ def test_parities_of_old_sets_are_freed_once_a_newer_step_is_complete(
     take_on_all(snapshots, 1)
     smaller = StartSnapshots(3, MEMBERS, tuple((k,) for k in snapshot_servers), (MEMBERS[:3],), 2)
     for worker_snapshots in snapshots:
-        worker_snapshots.protect(smaller)
+        worker_snapshots.start_snapshots(smaller)
     for step in (2, 3):
         take_on_all(snapshots, step)
         assert all(worker_snapshots.are_whole for worker_snapshots in snapshots)
@@ -190,9 +190,9 @@ def test_parities_of_old_sets_are_freed_once_a_newer_step_is_complete(
 class Chunk:
     """A connection of another server; the test controls when it sends its chunk."""
 
-    def __init__(self, server: SnapshotHost, worker: str, step: int, body: bytes) -> None:
+    def __init__(self, server: SnapshotServerProcess, worker: str, step: int, body: bytes) -> None:
         self.step, self.body = step, body
-        self.socket = connect_afar(
+        self.socket = connect_remote(
             (server.snapshot_server.host, server.snapshot_server.port), SECRET, 30.0
         )
         header = {"generation": 3, "kept_step": -2, "members": ["w0", "w1", "w2"], "at": "w0"}
@@ -211,12 +211,12 @@ class Chunk:
 ONES, TWOS = bytes([1]) * 5_000_000, bytes([2]) * 5_000_000
 
 
-def parities_of(server: SnapshotHost) -> list[int]:
+def parities_of(server: SnapshotServerProcess) -> list[int]:
     return [parity.step for parity in server.report(3).parities]
 
 
 def test_interrupted_chunk_invalidates_only_its_step() -> None:
-    server = SnapshotHost("n0", "", HOST, SECRET)
+    server = SnapshotServerProcess("n0", "", HOST, SECRET)
     torn, other = Chunk(server, "w1", 5, ONES), Chunk(server, "w2", 5, TWOS)
     torn.send(4_500_000)
     torn.socket.close()
@@ -232,13 +232,13 @@ def test_interrupted_chunk_invalidates_only_its_step() -> None:
 
 
 def test_repeated_chunk_is_folded_once() -> None:
-    server = SnapshotHost("n0", "", HOST, SECRET)
+    server = SnapshotServerProcess("n0", "", HOST, SECRET)
     for worker, body in (("w1", ONES), ("w2", TWOS)):
         chunk = Chunk(server, worker, 5, body)
         chunk.send()
         assert chunk.finish()
         assert Chunk(server, worker, 5, body).answer == {"is_wanted": False}
-    with connect_afar(
+    with connect_remote(
         (server.snapshot_server.host, server.snapshot_server.port), SECRET, 30.0
     ) as reader:
         header = {"generation": 3, "step": 5, "members": ["w0", "w1", "w2"], "at": "w0"}
@@ -248,7 +248,7 @@ def test_repeated_chunk_is_folded_once() -> None:
 
 
 def test_slow_chunk_of_an_older_step_is_refused() -> None:
-    server = SnapshotHost("n0", "", HOST, SECRET)
+    server = SnapshotServerProcess("n0", "", HOST, SECRET)
     slow = Chunk(server, "w1", 5, ONES)
     slow.send(1000)
     newer = [Chunk(server, "w1", 6, ONES), Chunk(server, "w2", 6, TWOS)]

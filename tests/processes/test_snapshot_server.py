@@ -15,17 +15,17 @@ from multiprocessing.process import BaseProcess
 import pytest
 import torch
 
-from actors.runtime.handshake import connect_afar, new_secret
+from actors.runtime.handshake import connect_remote, new_secret
 from actors.snapshots.memory_layout import read_snapshot
 from actors.snapshots.messages import send_message
-from actors.snapshots.server import SnapshotHost, host_snapshot_server
+from actors.snapshots.server import SnapshotServerProcess, host_snapshot_server
 from actors.snapshots.worker_snapshots import Snapshots
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.layout import Layout
 from elastic.geometry.tensor_specs import TensorSpec
 from elastic.protocol.commands import StartSnapshots
 from elastic.protocol.events import SnapshotServerReady
-from elastic.reshard.reshard_plan import Carried
+from elastic.reshard.reshard_plan import CarriedPart
 from elastic.reshard.snapshot_placement import SnapshotServer
 
 SPECS = (
@@ -82,7 +82,7 @@ def random_shard(step: int) -> dict[str, torch.Tensor]:
 
 def snapshots_at(*snapshot_servers: SnapshotServer, node: str = "here") -> Snapshots:
     snapshots = Snapshots("w0", node, SPECS, every=1, secret=SECRET)
-    snapshots.protect(StartSnapshots(3, ("w0",), (snapshot_servers,)))
+    snapshots.start_snapshots(StartSnapshots(3, ("w0",), (snapshot_servers,)))
     return snapshots
 
 
@@ -93,7 +93,7 @@ def interrupt_never() -> None:
 def assert_has(snapshot_server: SnapshotServer, step: int, node: str) -> None:
     """Read the snapshot as a worker on `node`: in place or over the network."""
     carried, snapshot_servers = (
-        Carried("w0", "w1", snapshot_server.node),
+        CarriedPart("w0", "w1", snapshot_server.node),
         {snapshot_server.node: snapshot_server},
     )
     tensors = read_snapshot(carried, snapshot_servers, node, SPECS, ASSIGNMENT, step, SECRET)
@@ -151,7 +151,7 @@ def test_vote_waits_for_a_replacement_server(children: list[Child]) -> None:
     children[1].end()
     snapshots.take(1, ASSIGNMENT, random_shard(1))
     order = StartSnapshots(3, ("w0",), ((local_server,),))
-    threading.Timer(0.3, snapshots.protect, (order,)).start()
+    threading.Timer(0.3, snapshots.start_snapshots, (order,)).start()
     snapshots.await_whole(interrupt_never)
     assert snapshots.are_whole
     assert_has(local_server, 1, "here")
@@ -179,14 +179,14 @@ def test_frozen_server_blocks_neither_abort_nor_next_apply(children: list[Child]
 
 def test_newer_of_two_writers_to_a_buffer_wins() -> None:
     """The older sender stalls half-way, as on a suspended machine."""
-    server = SnapshotHost("there", "", HOST, SECRET)
+    server = SnapshotServerProcess("there", "", HOST, SECRET)
     snapshot_server = server.snapshot_server
-    stuck = connect_afar((snapshot_server.host, snapshot_server.port), SECRET, 30.0)
+    stuck = connect_remote((snapshot_server.host, snapshot_server.port), SECRET, 30.0)
     header = {"worker": "w0", "generation": 3, "kept_step": -2}
     body = b"x" * 1_000_000
     send_message(stuck, do="put", **header, step=5, num_bytes=len(body))
     stuck.sendall(body[:1000])
-    with connect_afar((snapshot_server.host, snapshot_server.port), SECRET, 30.0) as newer:
+    with connect_remote((snapshot_server.host, snapshot_server.port), SECRET, 30.0) as newer:
         send_message(newer, do="put", **header, step=6, num_bytes=len(body))
         newer.sendall(body)
         send_message(newer, step=6)
@@ -199,8 +199,8 @@ def test_newer_of_two_writers_to_a_buffer_wins() -> None:
 
 
 def test_snapshot_overwritten_while_sent_is_discarded() -> None:
-    server = SnapshotHost("there", "", HOST, SECRET)
-    with connect_afar(
+    server = SnapshotServerProcess("there", "", HOST, SECRET)
+    with connect_remote(
         (server.snapshot_server.host, server.snapshot_server.port), SECRET, 30.0
     ) as sender:
         header = {"worker": "w0", "generation": 3, "kept_step": -2}

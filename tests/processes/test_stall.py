@@ -88,7 +88,7 @@ def test_abandoned_thread_ends_only_by_an_interruption() -> None:
 
     def train() -> None:
         try:
-            with interruption.leavable():
+            with interruption.abandonable():
                 entered.set()
                 may_continue.wait()
             outcomes.append("went on")
@@ -101,8 +101,8 @@ def test_abandoned_thread_ends_only_by_an_interruption() -> None:
     thread.start()
     entered.wait()
     ident = thread.ident or 0
-    assert interruption.leave(ident)
-    assert not interruption.leave(ident)
+    assert interruption.abandon(ident)
+    assert not interruption.abandon(ident)
     may_continue.set()
     thread.join()
     assert outcomes == ["stopped"]
@@ -110,7 +110,7 @@ def test_abandoned_thread_ends_only_by_an_interruption() -> None:
 
 def test_thread_outside_a_leavable_section_is_not_abandoned() -> None:
     interruption = Interruption()
-    assert not interruption.leave(threading.get_ident())
-    with interruption.leavable():
+    assert not interruption.abandon(threading.get_ident())
+    with interruption.abandonable():
         pass
-    assert not interruption.leave(threading.get_ident())
+    assert not interruption.abandon(threading.get_ident())

@@ -174,7 +174,7 @@ def test_released_or_stale_lease_is_taken_over(storage: Storage) -> None:
     second = claim(storage)
     assert second.epoch == first.epoch + 1
     with pytest.raises(LeaseLost):
-        first.look()
+        first.check_now()
     [name] = storage.files("lease")
     lease_of_other_host = {**json.loads(storage.read(name)), "host": "elsewhere"}
     storage.write(name, json.dumps(lease_of_other_host).encode())

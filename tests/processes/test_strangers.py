@@ -23,10 +23,10 @@ from test_snapshot_server import ASSIGNMENT, SPECS, random_shard, snapshots_at  
 from test_snapshots import SETTINGS, kill
 
 from actors.runtime.authenticated_server import AuthenticatedServer
-from actors.runtime.handshake import Unauthenticated, connect_afar, connect_beside, new_secret
+from actors.runtime.handshake import Unauthenticated, connect_local, connect_remote, new_secret
 from actors.snapshots.memory_layout import most_bytes
 from actors.snapshots.messages import receive_message, send_message
-from actors.snapshots.server import SnapshotHost
+from actors.snapshots.server import SnapshotServerProcess
 from elastic.protocol.events import (
     Event,
     SnapshotServerReady,
@@ -221,9 +221,9 @@ def test_run_recovers_while_strangers_attack_its_store(tmp_path: Path) -> None:
 def test_other_secret_is_refused_on_both_sockets(child: Child) -> None:
     snapshot_server, other_secret = child.snapshot_server, new_secret()
     with pytest.raises(Unauthenticated):
-        connect_beside(snapshot_server.socket, other_secret, 5.0)
+        connect_local(snapshot_server.socket, other_secret, 5.0)
     with pytest.raises(Unauthenticated):
-        connect_afar((snapshot_server.host, snapshot_server.port), other_secret, 5.0)
+        connect_remote((snapshot_server.host, snapshot_server.port), other_secret, 5.0)
 
 
 def test_impostor_on_a_servers_port_receives_nothing() -> None:
@@ -241,7 +241,7 @@ def test_impostor_on_a_servers_port_receives_nothing() -> None:
         thread = threading.Thread(target=answer)
         thread.start()
         with pytest.raises(Unauthenticated):
-            connect_afar((address[0], address[1]), SECRET, 5.0)
+            connect_remote((address[0], address[1]), SECRET, 5.0)
         thread.join()
         assert received == [b""]
 
@@ -250,10 +250,10 @@ def test_impostor_on_a_servers_port_receives_nothing() -> None:
 def test_other_user_is_refused_despite_the_secret(child: Child) -> None:
     script = (
         "import os, sys\n"
-        "from actors.runtime.handshake import connect_beside\n"
+        "from actors.runtime.handshake import connect_local\n"
         f"os.setresuid({UNPRIVILEGED_USER}, {UNPRIVILEGED_USER}, {UNPRIVILEGED_USER})\n"
         "try:\n"
-        "    connect_beside(sys.argv[1], bytes.fromhex(sys.argv[2]), 5.0)\n"
+        "    connect_local(sys.argv[1], bytes.fromhex(sys.argv[2]), 5.0)\n"
         "except OSError as error:\n"
         "    print(type(error).__name__)\n"
     )
@@ -266,7 +266,7 @@ def test_server_refuses_other_users_processes() -> None:
     """The client here does not check the server's user itself."""
     if os.geteuid() != 0:
         pytest.skip("only root may become another user")
-    server = SnapshotHost("n0", "", HOST, SECRET)
+    server = SnapshotServerProcess("n0", "", HOST, SECRET)
     script = (
         "import os, socket, sys\n"
         f"os.setresuid({UNPRIVILEGED_USER}, {UNPRIVILEGED_USER}, {UNPRIVILEGED_USER})\n"
@@ -286,7 +286,7 @@ def test_server_refuses_other_users_processes() -> None:
 def test_requests_with_the_secret_are_bounded() -> None:
     """The size of the whole state is the limit. A malformed message ends only its connection."""
     max_bytes = most_bytes(SPECS)
-    server = SnapshotHost("n0", "", HOST, SECRET, max_snapshot_bytes=max_bytes)
+    server = SnapshotServerProcess("n0", "", HOST, SECRET, max_snapshot_bytes=max_bytes)
     header = {"worker": "w0", "generation": 3}
     requests = [
         {"do": "room", **header, "num_bytes": max_bytes + 1},
@@ -302,15 +302,15 @@ def test_requests_with_the_secret_are_bounded() -> None:
     ]  # fmt: skip
     address = (server.snapshot_server.host, server.snapshot_server.port)
     for request in requests:
-        with connect_afar(address, SECRET, 5.0) as peer:
+        with connect_remote(address, SECRET, 5.0) as peer:
             send_message(peer, **request)
             assert receive_message(peer) is None, request
     for body in (b"\xff\xff\xff\xff", b"\0\0\0\2[]", b"\0\0\0\1x"):
-        with connect_afar(address, SECRET, 5.0) as peer:
+        with connect_remote(address, SECRET, 5.0) as peer:
             peer.sendall(body)
             assert receive_message(peer) is None, body
     assert server.report(3).memory_bytes == 0
-    with connect_beside(server.snapshot_server.socket, SECRET, 5.0) as peer:
+    with connect_local(server.snapshot_server.socket, SECRET, 5.0) as peer:
         send_message(peer, do="room", **header, num_bytes=max_bytes)
         assert socket.recv_fds(peer, 1, 2)[1]
 
@@ -325,7 +325,7 @@ def test_server_accepts_again_once_it_has_descriptors(child: Child) -> None:
         waiting.connect("\0" + child.snapshot_server.socket)
         time.sleep(0.5)
         resource.prlimit(pid, resource.RLIMIT_NOFILE, before)
-        connect_beside(child.snapshot_server.socket, SECRET, 5.0).close()
+        connect_local(child.snapshot_server.socket, SECRET, 5.0).close()
     take_and_read(child, range(1, 2))
 
 
@@ -356,7 +356,7 @@ def test_connection_is_retried_while_the_queue_is_full() -> None:
 
     def connect() -> None:
         try:
-            connected.append(connect_beside(listener.getsockname()[1:].decode(), SECRET, 5.0))
+            connected.append(connect_local(listener.getsockname()[1:].decode(), SECRET, 5.0))
         except OSError as error:
             connected.append(error)
 
@@ -390,6 +390,6 @@ def test_server_without_memory_keeps_accepting_and_logs_once(
 ) -> None:
     listener = local_listener(Exhausted)
     AuthenticatedServer([listener], SECRET, lambda connection: send_message(connection, heard=True))
-    with connect_beside(listener.getsockname()[1:].decode(), SECRET, 5.0) as sock:
+    with connect_local(listener.getsockname()[1:].decode(), SECRET, 5.0) as sock:
         assert receive_message(sock) == {"heard": True}
     assert capfd.readouterr().err.count("the server keeps accepting after") == 1

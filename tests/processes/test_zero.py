@@ -30,7 +30,7 @@ from pipelines.run.program import TrainingProgram
 from pipelines.run.recipes import tiny
 from pipelines.settings import DataSettings, TrainSettings
 from pipelines.training.replica.replica import ShardedReplica
-from pipelines.training.workload.workload import Fed
+from pipelines.training.workload.workload import ModuleInputs
 
 NUM_PROCESSES = 4
 NUM_STEPS = 3
@@ -96,7 +96,7 @@ class MeasuredReplica(ShardedReplica):
 
     between_bytes = 0
 
-    def _feed_microbatch(self, step: int, microbatch: int | None) -> Fed:
+    def _feed_microbatch(self, step: int, microbatch: int | None) -> ModuleInputs:
         own_microbatches = self.data_shard.rounds(
             self.settings.num_microbatches, self.passes.num_rounds
         )

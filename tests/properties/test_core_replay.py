@@ -54,7 +54,14 @@ def commands_after(core: Core, lines: list[dict[str, Any]]) -> Iterator[dict[str
 def result_of(replay: Replay) -> tuple[Any, ...]:
     """Everything that a controller takes from a replay of a journal."""
     state = encode(replay.core.state)
-    return state, replay.now, replay.num_events, replay.stopped, replay.untold(), replay.again()
+    return (
+        state,
+        replay.now,
+        replay.num_events,
+        replay.stopped,
+        replay.missing_commands(),
+        replay.commands_to_repeat(),
+    )
 
 
 def journalled_commands(lines: list[dict[str, Any]]) -> list[dict[str, Any]]:

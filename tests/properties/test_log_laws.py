@@ -105,7 +105,7 @@ class SegmentsOfManyWriters(RuleBasedStateMachine):
         A delayed write of an older process may land while the new one opens the log.
         """
         lease = claim(self.storage, actor="controller")
-        writer = SegmentWriter(self.log, lease.epoch, lease.look, segment_bytes=SEGMENT_BYTES)
+        writer = SegmentWriter(self.log, lease.epoch, lease.check_now, segment_bytes=SEGMENT_BYTES)
         if delayed_write_lands:
             self.land_delayed_write(0)
         self.processes.append(Process(lease, writer, self.numbers()))
@@ -149,7 +149,7 @@ class SegmentsOfManyWriters(RuleBasedStateMachine):
             with suppress(OSError):
                 process.writer.ship()
             num = len(process.appended) - process.writer.num_waiting
-            process.lease.look()
+            process.lease.check_now()
         except LeaseLost:
             return
         self.acknowledged += process.appended[process.num_acknowledged : num]
@@ -175,7 +175,7 @@ class SegmentsOfManyWriters(RuleBasedStateMachine):
             self.storage.refusal = OSError(28, "No space left on device")
         self.storage.is_slow = fails == "slow" and not overtaken
         with suppress(LeaseLost, OSError):
-            compact_oldest(self.log, process.lease.look, is_journal, num_joined=2, num_left=1)
+            compact_oldest(self.log, process.lease.check_now, is_journal, num_joined=2, num_left=1)
         self.storage.before_write = self.storage.before_remove = self.storage.refusal = None
         self.storage.is_slow = False
         assert self.numbers() == before
@@ -217,7 +217,7 @@ class FileProcess:
         return self.lease.epoch
 
     def look(self) -> None:
-        self.lease.look()
+        self.lease.check_now()
         if threading.current_thread() is self.stopped:
             self.is_stopped.set()
             self.may_continue.wait()
@@ -280,7 +280,7 @@ class FileOfManyWriters(RuleBasedStateMachine):
         self.epochs[number] = process.epoch
         with suppress(LeaseLost):
             process.file.write({"number": number, "time": 0.0})
-            process.lease.look()
+            process.lease.check_now()
             self.acknowledged.append(number)
 
     @rule(which=WHICH)

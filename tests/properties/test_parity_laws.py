@@ -13,7 +13,7 @@ from elastic.duties.recovery import bring_back
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.layout import Layout
 from elastic.geometry.topology import Place
-from elastic.reshard.holdings import any_state, uncovered
+from elastic.reshard.holdings import substitute_specs, uncovered
 from elastic.reshard.parity import (
     ALIGNED_BYTES,
     ballot_of,
@@ -27,7 +27,7 @@ from elastic.reshard.snapshot_placement import (
     ParitySlot,
     Placement,
     Slot,
-    carry,
+    choose_carriers,
     place_snapshots,
     shortfall,
 )
@@ -154,7 +154,7 @@ def test_loss_of_any_node_leaves_the_state_covered(
     available = {slot.worker for reported in slots.values() for slot in reported}
     available |= {slot.worker for slot in recovered}
     ranks = [rank for rank, worker in enumerate(members) if worker in available]
-    assert uncovered(any_state(layout), layout, ranks) is None
+    assert uncovered(substitute_specs(layout), layout, ranks) is None
     surviving_places = {
         worker: place for worker, place in places.items() if place.node != dead_node
     }
@@ -162,7 +162,7 @@ def test_loss_of_any_node_leaves_the_state_covered(
         survivors = tuple(sorted(surviving_places))
         new = Assignment(4, Layout(dp=len(survivors)), survivors)
         sources_of_recovered = {slot.worker: sources for slot, sources in recovered.items()}
-        for part in carry(assignment, {}, new, surviving_places, sources_of_recovered):
+        for part in choose_carriers(assignment, {}, new, surviving_places, sources_of_recovered):
             assert part.carrier in surviving_places
             assert dead_node not in part.nodes
 

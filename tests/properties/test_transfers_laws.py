@@ -22,7 +22,7 @@ from elastic.geometry.errors import InvalidReshard
 from elastic.geometry.layout import Layout
 from elastic.geometry.shard_map import sharding_of
 from elastic.geometry.tensor_specs import TensorSpec
-from elastic.reshard.reshard_plan import Carried, ReshardPlan
+from elastic.reshard.reshard_plan import CarriedPart, ReshardPlan
 from elastic.reshard.transfers import derive
 
 NAMES = [f"w{i}" for i in range(32)]
@@ -62,7 +62,9 @@ def moves_with_snapshots(draw: st.DrawFn) -> Move:
     random = Random(draw(st.integers(0, 999)))
     parts = [w for w in reshard.old.members if random.random() < 0.6]
     holders = tuple(w for w in reshard.holders if w not in parts)
-    carried = tuple(Carried(member, random.choice(carriers), "snapshot_server") for member in parts)
+    carried = tuple(
+        CarriedPart(member, random.choice(carriers), "snapshot_server") for member in parts
+    )
     return Move(specs, replace(reshard, holders=holders, carried=carried))
 
 

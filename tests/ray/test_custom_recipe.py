@@ -12,7 +12,7 @@ from shared_cluster import elastic_train
 from elastic.geometry.sample_order import sample_of
 from pipelines.run.recipes import load
 from pipelines.settings.recipe import Recipe
-from pipelines.training.checkpoint.weights import weights_of
+from pipelines.training.checkpoint.weights import load_weights
 
 EXAMPLE = f"{ROOT}/examples/custom_model.py:recipe"
 NUM_STEPS = 40
@@ -36,7 +36,7 @@ def test_custom_model_example_killed_and_resized_equals_the_plain_loop(tmp_path:
     assert losses == pytest.approx(plain_losses(load(EXAMPLE)), rel=1e-9)
     assert len({line["world_size"] for line in metrics}) > 1
     assert held_out_losses[-1] < held_out_losses[0], "the held-out loss falls"
-    weights = weights_of(tmp_path / "run")
+    weights = load_weights(tmp_path / "run")
     assert load(EXAMPLE).model().load_state_dict(weights), (
         "the state dict has exactly the keys of the module"
     )

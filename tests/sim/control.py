@@ -105,7 +105,7 @@ class Control:
 
     def repeat_reports(self, incarnation: int, committed_step: int) -> None:
         """Report again to a controller that knows the steps up to this one."""
-        for event in self.outbox.again(incarnation, committed_step):
+        for event in self.outbox.events_to_repeat(incarnation, committed_step):
             self.around.report(self.name, incarnation, event)
 
     def check(self) -> None:
@@ -152,7 +152,7 @@ class Control:
         brought: dict[str, Any] = yield Block("peers", self.around.collective_timeout_s)
         return brought
 
-    def break_off(self) -> None:
+    def interrupt_collective(self) -> None:
         """Make the training thread's current collective raise.
 
         A deaf worker misses the wake-up, as Gloo's do, and blocks until its timeout.

@@ -103,8 +103,8 @@ class SimFleet:
         self._find_snapshot_servers(state)
         self._find_workers(state)
 
-    def clear_away(self) -> None:
-        self._world.clear_away()
+    def end_survivors(self) -> None:
+        self._world.end_survivors()
 
     def _start_store(self) -> None:
         world, process = self._world, self._process

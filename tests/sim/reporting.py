@@ -47,7 +47,7 @@ from elastic.protocol.events import (
 )
 from elastic.protocol.phases import Aborting, Phase, Waiting
 from elastic.protocol.step_records import RecordsSent
-from elastic.reshard.reshard_plan import Carried
+from elastic.reshard.reshard_plan import CarriedPart
 
 
 def command_in_words(command: Command) -> str:
@@ -172,7 +172,7 @@ def _of_form(form: Form) -> str:
     return f"g{form.generation} for step {plan.step}: {where}{standbys}{old}{snapshots}"
 
 
-def _where(part: Carried) -> str:
+def _where(part: CarriedPart) -> str:
     """The snapshot server that holds a part, or the nodes from which it is rebuilt."""
     return f"({'^'.join(part.nodes)})" if part.others else part.snapshot_server
 

@@ -13,7 +13,7 @@ from sim.timeline import GroupBroken
 
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.regions import Region
-from elastic.reshard.reshard_plan import Carried, ReshardPlan
+from elastic.reshard.reshard_plan import CarriedPart, ReshardPlan
 from elastic.reshard.transfers import Transfers, derive
 
 Shipment = list[tuple[int, Region, list[int]]]
@@ -104,7 +104,7 @@ def from_checkpoint(checkpoint: Checkpoint | None, assignment: Assignment, worke
 
 
 def _read(
-    part: Carried, old: Assignment, step: int, snapshot_servers: dict[str, SimSnapshotServer]
+    part: CarriedPart, old: Assignment, step: int, snapshot_servers: dict[str, SimSnapshotServer]
 ) -> Part:
     if not part.others:
         return snapshot_servers[part.snapshot_server].read(part.member, old.generation, step)

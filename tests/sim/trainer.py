@@ -38,7 +38,7 @@ from elastic.protocol.events import (
 )
 from elastic.protocol.step_records import NUM_REPORTED_RECORDS, RecordRing, RecordsSent
 from elastic.protocol.votes import Ballot, StepRecord, Vote, pack_vote, unpack_vote
-from elastic.reshard.checkpoint_shards import my_share
+from elastic.reshard.checkpoint_shards import tensors_to_write
 
 NOTHING_HELD = -1
 SAMPLES_PER_MICROBATCH = 2
@@ -294,7 +294,7 @@ class Trainer:
         self, generation: int, step: int, part: Part, writers: tuple[str, ...] | None
     ) -> None:
         assert part.lineage.step == step, "invariant 8: saved as another step"
-        share = my_share(
+        share = tensors_to_write(
             SPECS, part.assignment, writers or part.assignment.members, self._control.name
         )
         tensors = {i: (part.regions[i], list(part.pieces[i])) for i in share}

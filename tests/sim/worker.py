@@ -79,7 +79,7 @@ class SimWorker:
             return
         if isinstance(order, Abort):
             control.aborted_generation = max(control.aborted_generation, order.generation)
-            control.break_off()
+            control.interrupt_collective()
         self._orders.append(order)
         if control.training.waiting_on == "orders":
             control.training.wake(None, 0.0)

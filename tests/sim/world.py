@@ -142,7 +142,7 @@ class World:
         self.policy = policy
         self.successor = "job"
 
-    def clear_away(self) -> None:
+    def end_survivors(self) -> None:
         """End all processes but the controller."""
         self.end_workers()
         self.begin_job()

@@ -91,7 +91,7 @@ POLICY = users_policy(
     hang_timeout_s=1.0,
     form_timeout_s=1.0,
     reshard_timeout_s=1.0,
-    growth_settle_s=0.01,
+    growth_wait_s=0.01,
     restart_backoff_s=0.01,
 )
 VOTE = Vote(1, 1.0, 1, 1.0, 2)
@@ -231,7 +231,7 @@ class TrainingFleet:
         self.shell.break_at("attaching")
         self._begin(state.live.members(), state.generation, state.committed_step)
 
-    def clear_away(self) -> None:
+    def end_survivors(self) -> None:
         self.shell.break_at("clearing away")
         self.was_cleared = True
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from elastic.duties.bandwidth import informed, median_speeds
+from elastic.duties.bandwidth import median_speeds, with_microbatch_time
 from elastic.geometry.layout import Layout
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.topology import Place
@@ -40,14 +40,19 @@ def test_microbatch_time_is_the_step_time_without_the_traffic() -> None:
     100 bytes, in which each worker sends 150."""
     job = Job(num_microbatches=8, param_bytes=100, bandwidths=Bandwidths(node=150.0))
     on_one_node = Capacity(4, node_size=4)
-    informed_job = informed(job, Layout(dp=4), 3.0, on_one_node)
+    informed_job = with_microbatch_time(job, Layout(dp=4), 3.0, on_one_node)
     assert informed_job.microbatch_s == pytest.approx((3.0 - 1.0) / 2)
     assert step_cost(TargetLayout(), informed_job, on_one_node)(
         4, 1
     ) * informed_job.microbatch_s == pytest.approx(3.0)
-    assert informed(job, Layout(dp=4), 0.5, on_one_node).microbatch_s == pytest.approx(0.05 / 2)
-    assert informed(Job(num_microbatches=8), Layout(dp=4), 3.0, on_one_node).microbatch_s == 0.0
-    assert informed(job, None, 3.0, on_one_node) == job
+    assert with_microbatch_time(job, Layout(dp=4), 0.5, on_one_node).microbatch_s == pytest.approx(
+        0.05 / 2
+    )
+    assert (
+        with_microbatch_time(Job(num_microbatches=8), Layout(dp=4), 3.0, on_one_node).microbatch_s
+        == 0.0
+    )
+    assert with_microbatch_time(job, None, 3.0, on_one_node) == job
 
 
 def test_slow_link_raises_the_cost_of_an_axis_across_nodes() -> None:

@@ -82,7 +82,7 @@ def test_compacted_journal_gives_the_same_history_and_replay(run_folder: Path) -
     assert sum(log.storage.files().values()) < num_bytes
     after = replay(log)
     assert encode(after.core.state) == encode(before.core.state)
-    assert (after.now, after.again()) == (before.now, before.again())
+    assert (after.now, after.commands_to_repeat()) == (before.now, before.commands_to_repeat())
     compacted = History()
     compacted.take(log.lines(), ())
     assert compacted.membership.run_events == whole.membership.run_events

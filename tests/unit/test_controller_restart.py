@@ -106,7 +106,7 @@ class ObedientFleet:
     def attach(self, state: ControllerState) -> None:
         self.attached.append(state)
 
-    def clear_away(self) -> None:
+    def end_survivors(self) -> None:
         self.was_cleared = True
 
     def stop_worker(self, worker: str) -> None:
@@ -185,7 +185,7 @@ def test_lease_of_a_dead_controller_is_kept_while_its_cluster_may_restart_it(
         assert owner_of(run) is None, "the controller has been away for too long"
         lease_file.write_text(json.dumps({**content, "started": 0.0}))
         assert claim(run, address, "b"), "the same cluster would have restarted it"
-    claim(run, address, "b").let_go()
+    claim(run, address, "b").stop_renewing()
     [lease_file] = (tmp_path / "lease").iterdir()
     content = json.loads(lease_file.read_text())
     lease_file.write_text(json.dumps({**content, "started": 0.0}))

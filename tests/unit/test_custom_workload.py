@@ -16,8 +16,8 @@ from pipelines.settings.errors import UserError
 from pipelines.settings.recipe import Recipe
 from pipelines.training.custom.custom_module import build_on_host, build_shapes, find_blocks
 from pipelines.training.custom.custom_shape import shape_of
-from pipelines.training.custom.custom_workload import CustomWorkload, sums_of
-from pipelines.training.passes.moving_buffers import MovingBuffers
+from pipelines.training.custom.custom_workload import CustomWorkload, loss_sums_of
+from pipelines.training.passes.running_buffers import RunningBuffers
 from pipelines.training.replica.warm_up import group_of_one
 
 CPU = torch.device("cpu")
@@ -52,16 +52,16 @@ def make_recipe(**changes: object) -> Recipe:
 
 
 def test_loss_is_a_mean_or_a_sum_with_a_count() -> None:
-    assert sums_of(SCALAR, 4) == (torch.tensor(12.0), torch.tensor(4))
-    assert sums_of(SCALAR[None], 4).loss.shape == ()
-    assert sums_of((SCALAR, 7), 4) == (SCALAR, torch.tensor(7))
-    assert sums_of((SCALAR, torch.tensor([7])), 4).num_tokens.shape == ()
+    assert loss_sums_of(SCALAR, 4) == (torch.tensor(12.0), torch.tensor(4))
+    assert loss_sums_of(SCALAR[None], 4).loss.shape == ()
+    assert loss_sums_of((SCALAR, 7), 4) == (SCALAR, torch.tensor(7))
+    assert loss_sums_of((SCALAR, torch.tensor([7])), 4).num_tokens.shape == ()
 
 
 @pytest.mark.parametrize("result", [torch.ones(4), None, (torch.ones(4), 4), {"loss": SCALAR}])
 def test_loss_of_another_form_is_refused(result: object) -> None:
     with pytest.raises(UserError, match="return a scalar"):
-        sums_of(result, 4)
+        loss_sums_of(result, 4)
 
 
 def test_padding_has_zero_tokens_and_zero_gradients() -> None:
@@ -127,7 +127,7 @@ def test_buffers_become_the_mean_over_the_microbatches() -> None:
     for name, buffer in state.items():
         setattr(module, name, buffer)
     with group_of_one(CPU) as groups:
-        moving = MovingBuffers([module], groups.world)
+        moving = RunningBuffers([module], groups.world)
         moving.keep(state)
         for _ in range(2):
             before = {name: buffer.clone() for name, buffer in state.items()}
@@ -166,7 +166,7 @@ def test_pass_that_replaces_buffers_keeps_the_old_ones_for_backward() -> None:
     module = Running()
     state = {name: buffer.clone() for name, buffer in module.named_buffers()}
     with group_of_one(CPU) as groups:
-        moving = MovingBuffers([module], groups.world)
+        moving = RunningBuffers([module], groups.world)
         moving.keep(state)
         for number in range(2):
             moving.begin()

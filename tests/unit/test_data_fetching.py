@@ -93,7 +93,7 @@ def test_waiting_reader_can_be_interrupted(store: Store, tmp_path: Path) -> None
             raise InterruptedError
 
     with pytest.raises(InterruptedError):
-        samples.bring([3], stop)
+        samples.fetch([3], stop)
 
 
 def test_deleted_cache_is_created_again(store: Store, tmp_path: Path) -> None:

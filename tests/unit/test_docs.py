@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import re
 import shlex
-import subprocess
-import sys
 from collections.abc import Iterator
 from dataclasses import fields
 from pathlib import Path
@@ -27,7 +25,6 @@ from actors.storage.storage import DiskStorage
 from actors.worker.statistics_log import StatisticsLog
 from elastic.protocol.commands import Command, Stopped
 from elastic.protocol.events import Event
-from elastic.protocol.phases import TRANSITIONS
 from elastic.protocol.votes import StepRecord
 from pipelines.cli import app
 from pipelines.observe.history.history import History
@@ -37,8 +34,6 @@ from pipelines.run.in_process import train_in_process
 from pipelines.run.plan import TrainRequest, make_plan, store_recipe
 from pipelines.run.recipes import RECIPES, load
 from pipelines.settings.overrides import override
-from pipelines.settings.setting import entries_of
-from pipelines.settings.settings import RESUMABLE_SETTINGS, TrainSettings
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
@@ -108,58 +103,6 @@ def slug(heading: str) -> str:
 
 def anchors(page: Path) -> set[str]:
     return {slug(h) for h in re.findall(r"^#+ (.+)$", page.read_text(), re.MULTILINE)}
-
-
-def run_script(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
-    command = [sys.executable, str(DOCS / name), *arguments]
-    return subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
-
-
-def test_generated_parts_of_phases_md_are_up_to_date() -> None:
-    finished = run_script("make_phases.py", "--check")
-    assert finished.returncode == 0, finished.stderr
-
-
-def test_tables_of_settings_page_are_up_to_date() -> None:
-    ended = run_script("make_settings.py", "--check")
-    assert ended.returncode == 0, ended.stderr
-
-
-def test_every_setting_has_a_description_on_its_page() -> None:
-    """The test parses the page itself, without the script that wrote it."""
-    row = re.compile(r"^\| `([\w.]+)` \| [^|]+ \| (yes|no) \| (.+) \|$", re.MULTILINE)
-    rows = row.findall(SETTINGS.read_text())
-    assert all(text.endswith(".") for _, _, text in rows)
-    assert {name for name, _, _ in rows} == {entry.name for entry in entries_of(TrainSettings)}
-    assert {name for name, answer, _ in rows if answer == "yes"} == RESUMABLE_SETTINGS
-
-
-def test_phase_diagram_shows_every_transition() -> None:
-    """The test parses the page itself, without the script that wrote it."""
-    text = (DOCS / "phases.md").read_text()
-    drawn_transitions = set(re.findall(r"^    (\w+) --> (\w+): (.+)$", text, re.MULTILINE))
-    assert drawn_transitions == {
-        (phase.__name__, successor.__name__, cause)
-        for phase, successors in TRANSITIONS.items()
-        for successor, cause in successors
-    }
-
-
-def test_tree_describes_every_python_file() -> None:
-    """The test reads the folders back from the indentation of the printed tree."""
-    described_files, folders = set(), []
-    for line in run_script("make_tree.py").stdout.splitlines():
-        depth = (len(line) - len(line.lstrip())) // 2
-        name = line.split()[0]
-        folders[depth:] = [name.rstrip("/")]
-        if name.endswith(".py"):
-            described_files.add("/".join(folders))
-            assert len(line.split()) > 2, f"{name} has no description"
-    packages = ("elastic", "actors", "pipelines", "benchmarks")
-    existing_files = {
-        f.relative_to(ROOT).as_posix() for p in packages for f in (ROOT / p).rglob("*.py")
-    }
-    assert described_files == {name for name in existing_files if not name.endswith("__init__.py")}
 
 
 def test_readme_has_at_most_150_lines() -> None:

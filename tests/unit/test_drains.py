@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from actors.controller.shell_parts import RunClock
-from actors.notices import Notice, SeenNotice, see
+from actors.notices import Notice, TimedNotice, see
 from actors.ray_backend.cluster.node_drains import NO_DEADLINE_S, Drains
 from elastic.protocol.events import Event, NodeAtRisk, NodeDraining
 
@@ -127,6 +127,6 @@ def test_notice_seen_again_later_is_not_reported_again() -> None:
 
 
 def test_seen_notice_contains_the_time_left_by_the_clock_of_the_node() -> None:
-    assert see(SPOT, lambda: 470.0) == SeenNotice(SPOT, 30.0)
-    assert see(RISK) == SeenNotice(RISK, None)
+    assert see(SPOT, lambda: 470.0) == TimedNotice(SPOT, 30.0)
+    assert see(RISK) == TimedNotice(RISK, None)
     assert see(None) is None

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from actors.distributed.device_check import DeviceCheck, kernel_on, prove
-from actors.storage.errors import BrokenDevice, TornApply, UnfitMachine
+from actors.storage.errors import BrokenDevice, TornApply, UnsuitableMachine
 from actors.worker.error_kinds import kind_of
 from elastic.protocol.votes import BrokenVote
 
@@ -87,7 +87,7 @@ KINDS = {
         RuntimeError("CUDA error: CUBLAS_STATUS_INVALID_VALUE when calling `cublasGemmEx(...)`"),
         KeyError("gloomy"),
     ],
-    "machine": [UnfitMachine("no way to the data: CUDA error: is only quoted here")],
+    "machine": [UnsuitableMachine("no way to the data: CUDA error: is only quoted here")],
 }
 
 

@@ -5,7 +5,14 @@ from __future__ import annotations
 from elastic.geometry.errors import Infeasible
 from elastic.geometry.layout import Coordinates, Layout
 from elastic.geometry.tensor_specs import TensorSpec
-from elastic.reshard.holdings import Holding, SourceChoice, Tier, any_state, choose, uncovered
+from elastic.reshard.holdings import (
+    Holding,
+    SourceChoice,
+    Tier,
+    choose,
+    substitute_specs,
+    uncovered,
+)
 
 SPECS = (
     TensorSpec("weight", (8, 4), fsdp_dim=0),
@@ -81,10 +88,10 @@ def test_any_state_needs_every_shard_of_every_stage() -> None:
     layout = Layout(pp=2, dp=2, fsdp=2, cp=2, tp=2)
     all_ranks = range(layout.num_workers)
     cover = [rank for rank in all_ranks if layout.coordinates(rank)[1::2] == (0, 1)]
-    assert uncovered(any_state(layout), layout, cover) is None
+    assert uncovered(substitute_specs(layout), layout, cover) is None
     for missing in cover:
         remaining = [rank for rank in cover if rank != missing]
-        assert uncovered(any_state(layout), layout, remaining) is not None
+        assert uncovered(substitute_specs(layout), layout, remaining) is not None
 
 
 def test_coverage_of_16384_workers_is_computed_by_coordinates() -> None:

@@ -20,7 +20,7 @@ from long_runs import (
 )
 
 from elastic.controller.core import Core
-from elastic.duties.rollback import distrust
+from elastic.duties.rollback import void_after
 from elastic.protocol.commands import (
     DropCheckpoints,
     Form,
@@ -36,7 +36,7 @@ from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.duty_records import VoidedCheckpoints
 from elastic.protocol.duty_state import CheckpointDuty
 from elastic.protocol.events import Event, Quiesced, RunOpened, Woke, WorkerLost
-from elastic.protocol.pending_commands import Unfinished
+from elastic.protocol.pending_commands import PendingCommands
 from elastic.protocol.phases import Aborting, Running
 from elastic.protocol.step_records import NUM_SENT_RECORDS, RecordsSent
 from elastic.protocol.wire import encode
@@ -81,7 +81,7 @@ def test_replay_from_the_newest_full_state_is_short_and_complete(
     newest = replay_lines(texts[newest_full_state(texts) :])
     whole = replay_lines(texts)
     assert encode(newest.core.state) == encode(whole.core.state)
-    assert newest.again() == whole.again()
+    assert newest.commands_to_repeat() == whole.commands_to_repeat()
     assert newest.num_events <= MAX_REPLAYED
     num_lost_steps = run.core.state.committed_step - newest.core.state.committed_step
     assert num_lost_steps <= min(MAX_HELD, 1 + 31 / step_s), "only reports that the workers repeat"
@@ -238,21 +238,21 @@ def test_orders_to_form_are_dropped_once_a_step_has_committed() -> None:
 
 
 def test_confirmed_removals_are_dropped() -> None:
-    unfinished = Unfinished()
+    unfinished = PendingCommands()
     unfinished.note(Woke(), [DropCheckpoints(((1, 1), (2, 1))), SetAside(3, 1)])
     unfinished.note(Woke(), [DropCheckpoints(((2, 1), (4, 1)))])
     unfinished.note(CheckpointsRemoved(((1, 1), (2, 1))), [])
-    assert unfinished.again(set()) == [DropCheckpoints(((4, 1),)), SetAside(3, 1)]
+    assert unfinished.commands_to_repeat(set()) == [DropCheckpoints(((4, 1),)), SetAside(3, 1)]
     unfinished.note(CheckpointsRemoved(((3, 1), (4, 1))), [])
-    assert unfinished.again(set()) == []
+    assert unfinished.commands_to_repeat(set()) == []
 
 
 def test_only_the_newest_checkpoint_request_is_kept_within_a_session() -> None:
-    unfinished = Unfinished()
+    unfinished = PendingCommands()
     for step in range(1000):
         unfinished.note(Woke(), [RequestCheckpoint(1, ("w0",), step)])
     unfinished.note(Woke(), [StopWorker("w0", "gone"), Stopped("completed", 5)])
-    assert unfinished.again({"w0"}) == [
+    assert unfinished.commands_to_repeat({"w0"}) == [
         StopWorker("w0", "gone"),
         RequestCheckpoint(1, ("w0",), 999),
     ]
@@ -261,7 +261,7 @@ def test_only_the_newest_checkpoint_request_is_kept_within_a_session() -> None:
     new_opening = opening(5)
     assert isinstance(new_opening, RunOpened)
     unfinished.note(new_opening, [])
-    assert unfinished == Unfinished()
+    assert unfinished == PendingCommands()
 
 
 def test_void_implied_by_a_new_one_is_dropped() -> None:
@@ -271,7 +271,7 @@ def test_void_implied_by_a_new_one_is_dropped() -> None:
             voided=(VoidedCheckpoints(10, 2), VoidedCheckpoints(50, 3), VoidedCheckpoints(40, 5))
         ),
     )
-    distrust(state, 40)
+    void_after(state, 40)
     assert state.checkpoints.voided == (VoidedCheckpoints(10, 2), VoidedCheckpoints(40, 8))
 
 

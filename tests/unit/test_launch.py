@@ -17,7 +17,7 @@ from actors.ray_backend.cluster.ray_private import recorded_address
 from actors.ray_backend.driver import (
     is_private,
     join_cluster,
-    join_cluster_at_hand,
+    join_existing_cluster,
     join_or_start_cluster,
 )
 from pipelines.cli import main
@@ -95,9 +95,9 @@ def test_private_cluster_of_another_command_is_not_joined(
     if has_record:
         (tmp_path / "ray").mkdir()
         (tmp_path / "ray" / "ray_current_cluster").write_text(silent_address)
-    assert not join_cluster_at_hand(None, "elastic")
+    assert not join_existing_cluster(None, "elastic")
     with pytest.raises(ConnectionError):
-        join_cluster_at_hand("auto", "elastic")
+        join_existing_cluster("auto", "elastic")
     another_cluster.settimeout(0.0)
     with pytest.raises(BlockingIOError):
         another_cluster.accept()

@@ -12,7 +12,7 @@ from pathlib import Path
 from users_policy import users_policy
 
 from actors.controller.fleet import answered
-from actors.controller.layout_requests import LayoutReply, ask_for_layout
+from actors.controller.layout_requests import LayoutReply, send_layout_request
 from actors.controller.shell import Shell
 from actors.storage.lease import claim
 from actors.storage.storage import DiskStorage
@@ -80,7 +80,7 @@ def test_request_before_the_run_opens_is_answered_by_its_session(tmp_path: Path)
     replies: list[LayoutReply] = []
     request_thread = threading.Thread(
         target=lambda: replies.append(
-            ask_for_layout(shell, TargetLayout.parse("fsdp=2"), PATIENCE_S)
+            send_layout_request(shell, TargetLayout.parse("fsdp=2"), PATIENCE_S)
         )
     )
     request_thread.start()
@@ -99,13 +99,13 @@ def test_request_before_the_run_opens_is_answered_by_its_session(tmp_path: Path)
 def test_request_to_an_ended_run_is_answered_at_once(tmp_path: Path) -> None:
     with running_shell(tmp_path) as shell:
         pass
-    reply = ask_for_layout(shell, TargetLayout.parse("fsdp=2"), PATIENCE_S)
+    reply = send_layout_request(shell, TargetLayout.parse("fsdp=2"), PATIENCE_S)
     assert reply.ended and reply.answered is None
 
 
 def test_refused_request_returns_the_reason(tmp_path: Path) -> None:
     with running_shell(tmp_path) as shell:
-        reply = ask_for_layout(shell, TargetLayout.parse("fsdp=3"), PATIENCE_S)
+        reply = send_layout_request(shell, TargetLayout.parse("fsdp=3"), PATIENCE_S)
     assert reply.answered is not None and "needs 3 workers" in reply.answered.refusal
 
 
@@ -116,10 +116,10 @@ def test_waiting_request_returns_at_the_end_of_the_run_or_after_its_timeout(tmp_
         end = [*(WorkerLost(w, "killed") for w in ("w0", "w1")), StopRequested("enough")]
         for event in events:
             shell.post(event)
-        timed_out = ask_for_layout(shell, TargetLayout.parse("fsdp=2"), 0.1)
+        timed_out = send_layout_request(shell, TargetLayout.parse("fsdp=2"), 0.1)
         timer = threading.Timer(0.3, lambda: [shell.post(event) for event in end])
         timer.start()
-        reply = ask_for_layout(shell, TargetLayout.parse("fsdp=2"), PATIENCE_S)
+        reply = send_layout_request(shell, TargetLayout.parse("fsdp=2"), PATIENCE_S)
         timer.join()
     for layout_reply in (timed_out, reply):
         assert layout_reply.answered is not None and not layout_reply.layout

@@ -81,7 +81,7 @@ def test_lost_lease_writes_nothing_even_on_release() -> None:
     first = claim(run, actor="a")
     second = claim(run, actor="a")
     before = dict(run.objects)
-    for write in (first.renew, first.look, first.check):
+    for write in (first.renew, first.check_now, first.check):
         with pytest.raises(LeaseLost):
             write()
     first.release()
@@ -108,7 +108,7 @@ def test_renewal_continues_after_any_exception(refusal: Exception) -> None:
     lease = claim(run)
     [name] = run.times
     run.refusal, run.now = refusal, 7.0
-    lease.keep(every_s=0.01)
+    lease.start_renewing(every_s=0.01)
     deadline = time.monotonic() + 20.0
     while run.num_refused < 1 and time.monotonic() < deadline:
         time.sleep(0.01)
@@ -116,5 +116,5 @@ def test_renewal_continues_after_any_exception(refusal: Exception) -> None:
     run.refusal = None
     while run.times[name] != 7.0 and time.monotonic() < deadline:
         time.sleep(0.01)
-    lease.let_go()
+    lease.stop_renewing()
     assert run.times[name] == 7.0

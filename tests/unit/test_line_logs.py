@@ -12,7 +12,7 @@ import pytest
 from memory_storage import MemoryStorage
 
 from actors.storage import line_logs as lines_module
-from actors.storage.errors import DamagedLog, LostLease
+from actors.storage.errors import DamagedLog, LeaseFilesMissing
 from actors.storage.line_logs import LineLog
 from actors.storage.line_writers import SegmentWriter, open_lines
 from actors.storage.segments import LogSegment, parse_segments, segment_name, segments_in_force
@@ -191,7 +191,7 @@ def open_and_close(log: LineLog) -> Iterator[LineLog]:
 
 
 def test_log_with_segments_of_a_newer_epoch_is_not_opened() -> None:
-    with pytest.raises(LostLease, match="files of lease/ were removed"):
+    with pytest.raises(LeaseFilesMissing, match="files of lease/ were removed"):
         open_lines(make_segmented_log((7, 0, make_lines(0, 1))), epoch=3)
 
 

@@ -81,7 +81,7 @@ def test_close_writes_lines_once_there_is_space(tmp_path: Path) -> None:
 def test_waiting_lines_are_dropped_after_a_lost_lease(tmp_path: Path) -> None:
     run = DiskStorage(tmp_path)
     lease = claim(run, actor="a")
-    lines = LineFile(tmp_path / "log", lease.look)
+    lines = LineFile(tmp_path / "log", lease.check_now)
     with limit_file_size(LIMIT_BYTES):
         for number in range(100):
             lines.write({"number": number, **LINE})
@@ -116,10 +116,10 @@ def test_lines_reach_an_object_store_once_it_accepts_writes() -> None:
 def test_nothing_is_uploaded_after_a_lost_lease() -> None:
     storage: Any = MemoryStorage()
     lease = claim(storage, actor="a")
-    lines = open_lines(LineLog(storage, "log"), lease.epoch, lease.look)
+    lines = open_lines(LineLog(storage, "log"), lease.epoch, lease.check_now)
     newer = claim(storage, actor="a")
     with pytest.raises(LeaseLost):
-        lease.look()
+        lease.check_now()
     before = dict(storage.objects)
     lines.write({"number": 1})
     assert lines.close() == ""
@@ -229,7 +229,7 @@ def test_process_that_lost_its_lease_writes_nothing_at_the_next_flush(
 ) -> None:
     run = DiskStorage(tmp_path)
     lease = claim(run, actor="a")
-    lines = LineFile(tmp_path / "log", lease.look)
+    lines = LineFile(tmp_path / "log", lease.check_now)
     lines.write({"number": 0})
     with limit_file_size(1):
         lines.write({"number": 1})

@@ -21,7 +21,7 @@ from pipelines.loop import Run, Step
 from pipelines.loop.errors import LoopMisused
 from pipelines.loop.loop import Loop
 from pipelines.loop.script import script_of
-from pipelines.loop.stepping import ScriptOptimizing
+from pipelines.loop.stepping import ScriptOptimizerFactory
 
 
 class Microbatch(NamedTuple):
@@ -278,7 +278,7 @@ def test_optimizer_and_schedule_step_shards_like_whole_parameters(kind: Any) -> 
     optimizer = kind([{"params": [model.weight], "weight_decay": 0.1}], lr=0.3)
     scheduler = LambdaLR(optimizer, lambda step: (step + 1) / 3)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    optimizing = ScriptOptimizing(optimizer, scheduler, names, None)
+    optimizing = ScriptOptimizerFactory(optimizer, scheduler, names, None)
     shard = model.weight.detach().clone()
     shard_optimizer = optimizing.build([("weight", shard)])
     first_lr = shard_optimizer.param_groups[0]["lr"]
@@ -340,7 +340,7 @@ def test_schedule_of_momentum_is_refused() -> None:
     scheduler = OneCycleLR(optimizer, max_lr=0.2, total_steps=9)
     names = {parameter: name for name, parameter in model.named_parameters()}
     with pytest.raises(LoopMisused, match="momentum"):
-        ScriptOptimizing(optimizer, scheduler, names, None).rate(5)
+        ScriptOptimizerFactory(optimizer, scheduler, names, None).rate(5)
 
 
 def test_prepared_model_has_its_parameters_until_the_loop_starts() -> None:

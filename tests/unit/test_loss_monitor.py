@@ -6,7 +6,7 @@ import pytest
 from users_policy import users_policy
 
 from elastic.controller.core import Core
-from elastic.duties.rollback import distrust
+from elastic.duties.rollback import void_after
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Job
 from elastic.protocol.commands import Command, Resume, RolledBack, Warned
@@ -238,6 +238,6 @@ def test_snapshots_of_distrusted_steps_are_not_used() -> None:
     state, assignment = core.state, core.state.live.held.assignment
     state.snapshots.sets = [SnapshotSet(assignment, newest) for newest in (2, 9, None)]
     state.snapshots.placement = Placement({"w0": ("node",)})
-    distrust(state, 5)
+    void_after(state, 5)
     assert [snapshot_set.newest_step for snapshot_set in state.snapshots.sets] == [2, 5, 5]
     assert not state.snapshots.placement.copies

@@ -16,7 +16,7 @@ from pipelines.training.models.language_model import LanguageModelWorkload
 from pipelines.training.models.mlp import MlpWorkload
 from pipelines.training.models.next_token import IGNORED
 from pipelines.training.models.transformer import Transformer, document_mask, rotary, rotate
-from pipelines.training.workload.spread import ALONE
+from pipelines.training.workload.parallel_groups import ALONE
 from pipelines.training.workload.state import initial_value, state_specs
 from pipelines.training.workload.workload import PADDING, forward_loss
 

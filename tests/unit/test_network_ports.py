@@ -10,9 +10,9 @@ import psutil
 import pytest
 
 from actors.distributed.store import open_store
-from actors.runtime.network import VARIABLES, Network, choose_interface, listen, own_address
-from actors.snapshots.server import SnapshotHost
-from actors.storage.errors import UnfitMachine
+from actors.runtime.network import VARIABLES, Network, choose_interface, listen, listen_address
+from actors.snapshots.server import SnapshotServerProcess
+from actors.storage.errors import UnsuitableMachine
 from pipelines.run.plan import TrainRequest, make_plan
 from pipelines.settings.errors import UserError
 
@@ -37,13 +37,13 @@ def test_ports_come_from_the_range_until_none_is_free() -> None:
     listener = listen(HOST, network)
     store, snapshot_server = (
         open_store(HOST, network),
-        SnapshotHost("n", "", HOST, b"s", network).snapshot_server,
+        SnapshotServerProcess("n", "", HOST, b"s", network).snapshot_server,
     )
     assert {listener.getsockname()[1], store.port, snapshot_server.port} == set(
         range(first, last + 1)
     )
     with pytest.raises(
-        UnfitMachine, match=f"--ports {first}:{last}: no port .* at {HOST}"
+        UnsuitableMachine, match=f"--ports {first}:{last}: no port .* at {HOST}"
     ) as refusal:
         listen(HOST, network)
     assert "\n" not in str(refusal.value)
@@ -53,8 +53,8 @@ def test_ports_come_from_the_range_until_none_is_free() -> None:
 
 
 def test_address_is_chosen_by_interface_name_or_by_route() -> None:
-    assert own_address(Network("lo"), "192.0.2.1") == HOST
-    assert own_address(Network(), HOST) == HOST
+    assert listen_address(Network("lo"), "192.0.2.1") == HOST
+    assert listen_address(Network(), HOST) == HOST
     others = {
         name: entry.address
         for name, entries in psutil.net_if_addrs().items()
@@ -62,13 +62,15 @@ def test_address_is_chosen_by_interface_name_or_by_route() -> None:
         if entry.family == socket.AF_INET and name != "lo" and psutil.net_if_stats()[name].isup
     }
     for name, address in others.items():
-        assert own_address(Network(name), HOST) == address
-        assert own_address(Network(), address) == address, "the route to this machine itself"
+        assert listen_address(Network(name), HOST) == address
+        assert listen_address(Network(), address) == address, "the route to this machine itself"
 
 
 def test_missing_interface_is_refused_in_one_line() -> None:
-    with pytest.raises(UnfitMachine, match=r"--interface eth77: .* no such interface; use .*lo"):
-        own_address(Network("eth77"), HOST)
+    with pytest.raises(
+        UnsuitableMachine, match=r"--interface eth77: .* no such interface; use .*lo"
+    ):
+        listen_address(Network("eth77"), HOST)
 
 
 def test_gloo_and_nccl_variables_name_the_interface(monkeypatch: pytest.MonkeyPatch) -> None:

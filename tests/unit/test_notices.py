@@ -35,36 +35,36 @@ def wait_until(condition: Callable[[], object]) -> None:
 def test_aws_reports_a_spot_interruption() -> None:
     with metadata_server(Metadata(token="secret")) as aws:
         source = Aws(aws.address)
-        assert source.look() is None
+        assert source.poll() is None
         aws.answers[ACTION] = '{"action": "terminate", "time": "2017-09-18T08:22:00Z"}'
         aws.answers[REBALANCE] = '{"noticeTime": "2017-09-18T08:10:00Z"}'
-        assert source.look() == Notice("AWS spot interruption: terminate", MOMENT)
+        assert source.poll() == Notice("AWS spot interruption: terminate", MOMENT)
 
 
 def test_aws_rebalance_recommendation_has_no_deadline() -> None:
     with metadata_server(Metadata(token="secret")) as aws:
         aws.answers[REBALANCE] = '{"noticeTime": "2017-09-18T08:10:00Z"}'
-        assert Aws(aws.address).look() == Notice("AWS rebalance recommendation")
+        assert Aws(aws.address).poll() == Notice("AWS rebalance recommendation")
 
 
 def test_expired_token_of_aws_is_requested_again() -> None:
     with metadata_server(Metadata(token="first")) as aws:
         source = Aws(aws.address)
-        source.look()
+        source.poll()
         aws.token = "second"
         aws.answers[REBALANCE] = "{}"
-        assert source.look() == Notice("AWS rebalance recommendation")
+        assert source.poll() == Notice("AWS rebalance recommendation")
 
 
 def test_gcp_reports_a_preemption() -> None:
     answers, now = {PREEMPTED: "FALSE"}, [100.0]
     with metadata_server(Metadata(answers, required_headers={"Metadata-Flavor": "Google"})) as gcp:
         source = Gcp(gcp.address, lambda: now[0])
-        assert source.look() is None
+        assert source.poll() is None
         gcp.answers[PREEMPTED] = "TRUE"
-        assert source.look() == Notice("GCP preemption", 130.0)
+        assert source.poll() == Notice("GCP preemption", 130.0)
         now[0] = 110.0
-        assert source.look() == Notice("GCP preemption", 130.0), "the deadline does not move"
+        assert source.poll() == Notice("GCP preemption", 130.0), "the deadline does not move"
 
 
 def azure_event(kind: str, not_before: str, *machines: str) -> dict[str, object]:
@@ -89,39 +89,39 @@ def test_azure_reports_events_that_end_this_machine(kind: str) -> None:
     answers = {NAME: "trainer_3", EVENTS: azure_events()}
     with metadata_server(Metadata(answers, required_headers={"Metadata": "true"})) as azure:
         source = Azure(azure.address, lambda: 7.0)
-        assert source.look() is None
+        assert source.poll() is None
         azure.answers[EVENTS] = azure_events(
             azure_event(kind, "Mon, 18 Sep 2017 08:00:00 GMT", "trainer_4"),
             azure_event("Freeze", "Mon, 18 Sep 2017 08:00:00 GMT", "trainer_3"),
         )
-        assert source.look() is None, (
+        assert source.poll() is None, (
             "one event is for another machine, the other only freezes this one"
         )
         azure.answers[EVENTS] = azure_events(
             azure_event(kind, "Mon, 18 Sep 2017 08:22:00 GMT", "trainer_2", "trainer_3")
         )
-        assert source.look() == Notice(f"Azure {kind}", MOMENT)
+        assert source.poll() == Notice(f"Azure {kind}", MOMENT)
         azure.answers[EVENTS] = azure_events(azure_event(kind, "", "trainer_3"))
-        assert source.look() == Notice(f"Azure {kind}", 7.0), "the event has started"
+        assert source.poll() == Notice(f"Azure {kind}", 7.0), "the event has started"
 
 
 def test_pod_is_notified_by_a_file(tmp_path: Path) -> None:
     file = tmp_path / "ends-at"
     now = [MOMENT - 30.0]
     source = Pod(file, lambda: now[0])
-    assert source.look() is None
+    assert source.poll() is None
     file.write_text("")  # the hook has created the file but not yet written it
-    assert source.look() is None
+    assert source.poll() is None
     file.write_text("1505722920\n")
-    assert source.look() == Notice("the pod is terminated", MOMENT)
+    assert source.poll() == Notice("the pod is terminated", MOMENT)
     now[0] = MOMENT + 90.0
-    assert source.look() is None, "an old file that was not removed is ignored"
+    assert source.poll() is None, "an old file that was not removed is ignored"
 
 
 def test_metadata_requests_bypass_the_proxy(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:1")
     with metadata_server(Metadata({PREEMPTED: "FALSE"})) as gcp:
-        assert Gcp(gcp.address).look() is None
+        assert Gcp(gcp.address).poll() is None
 
 
 @pytest.mark.parametrize("cloud", [Aws, Gcp, Azure])
@@ -130,10 +130,10 @@ def test_answers_that_do_not_fit_the_cloud_are_errors(
 ) -> None:
     """One server knows no path; another answers every path with HTML."""
     with metadata_server(Metadata()) as empty, pytest.raises((OSError, ValueError)):
-        cloud(empty.address).look()
+        cloud(empty.address).poll()
     page = dict.fromkeys((ACTION, REBALANCE, PREEMPTED, NAME, EVENTS), "<html>")
     with metadata_server(Metadata(page, token="any")) as page, pytest.raises((OSError, ValueError)):
-        cloud(page.address).look()
+        cloud(page.address).poll()
 
 
 def test_watcher_soon_stops_querying_sources_that_never_answer(tmp_path: Path) -> None:

@@ -13,7 +13,7 @@ NUM_DIMS = {"layer.weight": 2, "layer.bias": 1, "convolution": 4, "scalar": 0}
 
 
 class FunctionOptimizing:
-    """Turns a function of named parameters into an `Optimizing`."""
+    """Turns a function of named parameters into an `OptimizerFactory`."""
 
     max_grad_norm = None
 

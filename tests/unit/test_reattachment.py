@@ -28,9 +28,14 @@ def test_outbox_repeats_missed_reports_in_order() -> None:
     events = [GroupFormed("w0", 1), *map(commit_event, range(1, 6))]
     for event in (READY, *events):
         outbox.add(event)
-    assert outbox.again(2, committed_step=3) == [READY, events[0], commit_event(4), commit_event(5)]
+    assert outbox.events_to_repeat(2, committed_step=3) == [
+        READY,
+        events[0],
+        commit_event(4),
+        commit_event(5),
+    ]
     assert outbox.incarnation == 2
-    assert outbox.again(1, committed_step=5) == [READY, events[0]]
+    assert outbox.events_to_repeat(1, committed_step=5) == [READY, events[0]]
     assert outbox.incarnation == 2, "an older incarnation is ignored"
 
 
@@ -40,12 +45,14 @@ def test_outbox_repeats_only_parts_of_an_older_generation() -> None:
     for event in (READY, GroupFormed("w0", 1), commit_event(1), part):
         outbox.add(event)
     outbox.note(1, Abort(1, ("w0",), "a death"))
-    assert len(outbox.again(2, 0)) == 4
+    assert len(outbox.events_to_repeat(2, 0)) == 4
     outbox.note(2, form_order(2))
-    assert outbox.again(3, 0) == [part]
+    assert outbox.events_to_repeat(3, 0) == [part]
     outbox.add(GroupFormed("w0", 2))
     outbox.note(3, form_order(2))
-    assert outbox.again(4, 0) == [part, GroupFormed("w0", 2)], "the order is a repetition"
+    assert outbox.events_to_repeat(4, 0) == [part, GroupFormed("w0", 2)], (
+        "the order is a repetition"
+    )
 
 
 def test_intake_takes_an_order_once_from_any_incarnation() -> None:

@@ -20,7 +20,7 @@ from elastic.geometry.regions import Region
 from elastic.geometry.shard_map import region_of
 from elastic.geometry.tensor_specs import TensorSpec
 from elastic.protocol.events import PartFile
-from elastic.reshard.checkpoint_shards import MAX_WRITERS, Writers, my_share
+from elastic.reshard.checkpoint_shards import MAX_WRITERS, Writers, tensors_to_write
 from pipelines.training.checkpoint import part_file
 from pipelines.training.checkpoint.part_file import write_part
 from pipelines.training.checkpoint.reader import Checkpoint, read_regions
@@ -68,7 +68,7 @@ def write_checkpoint(run: Path, layout: Layout, writers: set[str] | None = None)
     assignment, files = Assignment(1, layout, members), []
     for worker in sorted(writers or members):
         parts = {}
-        for index in my_share(SPECS, assignment, writers or members, worker):
+        for index in tensors_to_write(SPECS, assignment, writers or members, worker):
             region = region_of(SPECS[index], layout, assignment.coordinates(worker))
             assert region is not None
             parts[SPECS[index].name] = (

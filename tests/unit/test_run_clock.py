@@ -112,7 +112,7 @@ class SilentFleet:
     def attach(self, state: ControllerState) -> None:
         pass
 
-    def clear_away(self) -> None:
+    def end_survivors(self) -> None:
         pass
 
     def close(self) -> None:

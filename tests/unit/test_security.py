@@ -15,7 +15,7 @@ from torch.distributed import TCPStore
 
 from actors.distributed.store import open_store
 from actors.runtime.handshake import new_secret
-from actors.snapshots.server import SnapshotHost
+from actors.snapshots.server import SnapshotServerProcess
 from actors.storage.credentials import has_credentials, without_credentials
 from pipelines.cli import main
 from pipelines.run.plan import TrainRequest, make_plan, store_recipe
@@ -72,7 +72,7 @@ def test_store_and_snapshot_server_listen_on_one_address_only() -> None:
     """The other address of this machine refuses connections to the same ports."""
     host, other = "127.0.0.2", "127.0.0.1"
     store = open_store(host)
-    snapshot_server = SnapshotHost("node", "", host, new_secret()).snapshot_server
+    snapshot_server = SnapshotServerProcess("node", "", host, new_secret()).snapshot_server
     for port in (store.port, snapshot_server.port):
         socket.create_connection((host, port), 5.0).close()
         with pytest.raises(ConnectionRefusedError):

@@ -14,7 +14,7 @@ from actors.runtime.interruption import Interruption
 from actors.runtime.substitute_thread import (
     computed_s,
     forget_substitute,
-    stood_in_for,
+    substituted_by,
     working_thread,
 )
 from actors.storage.errors import Interrupted
@@ -39,7 +39,7 @@ def test_compute_time_includes_the_substitute() -> None:
     clock, computed_before_s = ThreadClock(), computed_s()
     clock_before_s = clock.now()
     thread.start()
-    with stood_in_for(thread):
+    with substituted_by(thread):
         assert working_thread(threading.get_ident()) == thread.ident
         has_computed.wait()
         assert computed_s() - computed_before_s >= SPENT_S
@@ -64,7 +64,7 @@ def test_loop_is_abandoned_with_the_thread_that_waits_for_it() -> None:
     loop = Loop(script, 0)
 
     def train() -> None:
-        with pytest.raises(Interrupted, match="abandoned"), interruption.leavable():
+        with pytest.raises(Interrupted, match="abandoned"), interruption.abandonable():
             try:
                 loop.take(make_step(), MODULE)
             except Interrupted as error:
@@ -77,8 +77,8 @@ def test_loop_is_abandoned_with_the_thread_that_waits_for_it() -> None:
     while not loop.is_busy:
         time.sleep(0.001)
     time.sleep(0.05)
-    assert thread.ident is not None and interruption.leave(thread.ident)
+    assert thread.ident is not None and interruption.abandon(thread.ident)
     may_continue.set()
     thread.join(10)
     assert errors == ["this thread was abandoned"]
-    assert not interruption.is_left()
+    assert not interruption.is_abandoned()

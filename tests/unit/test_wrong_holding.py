@@ -9,7 +9,7 @@ from users_policy import users_options, users_policy
 
 from actors.runtime.compute_time import compute_times
 from actors.runtime.interruption import Interruption
-from actors.storage.errors import WrongHolding
+from actors.storage.errors import StepMismatch
 from actors.worker.error_kinds import kind_of
 from actors.worker.holding import WorkerHolding
 from actors.worker.step_protocol import Stepper
@@ -74,7 +74,7 @@ def test_worker_refuses_a_plan_with_another_step_or_assignment(
 ) -> None:
     plan = ReshardPlan(0, step, old, NEW, ("w0",))
     with pytest.raises(
-        WrongHolding, match=f"step {step} under generation .* at step 110"
+        StepMismatch, match=f"step {step} under generation .* at step 110"
     ) as refusal:
         trainer.form(Form(2, NEW, plan, "127.0.0.1", 1))
     assert kind_of(refusal.value) == "holding"
@@ -85,7 +85,7 @@ def test_worker_refuses_a_plan_with_another_step_or_assignment(
 def test_worker_writes_no_checkpoint_of_another_step_than_its_own(
     trainer: Trainer, step: int, generation: int
 ) -> None:
-    with pytest.raises(WrongHolding, match=f"step {step} under generation {generation}"):
+    with pytest.raises(StepMismatch, match=f"step {step} under generation {generation}"):
         trainer.save(SaveCheckpoint(4, ("w0",), step, generation))
     assert not trainer.writer.is_busy
 
@@ -104,10 +104,10 @@ def test_worker_applies_only_the_vote_of_its_next_step(trainer: Trainer, step: i
         compute_times(0, trainer.program.device),
         trainer.records,
     )
-    with pytest.raises(WrongHolding, match=f"step {step}, but this worker is at step 110"):
+    with pytest.raises(StepMismatch, match=f"step {step}, but this worker is at step 110"):
         trainer.roll_forward(RollForward(1, ("w0",), Vote(step, 1.0, 1, 1.0, 1)))
     assert trainer.stepper.committed_step == 110 and not trainer.stepper.torn
-    with pytest.raises(WrongHolding, match="step 111 under"):
+    with pytest.raises(StepMismatch, match="step 111 under"):
         trainer.save(SaveCheckpoint(4, ("w0",), 111, 1))
 
 
@@ -115,7 +115,7 @@ def make_running_core(num_workers: int, step: int) -> Core:
     """A run of `num_workers` replicas that has committed `step` under generation 1."""
     core = Core()
     workers = [f"w{number}" for number in range(num_workers)]
-    policy = users_policy(1, num_workers, gang_timeout_s=0.0, growth_settle_s=0.0)
+    policy = users_policy(1, num_workers, gang_timeout_s=0.0, growth_wait_s=0.0)
     target_layout, job = TargetLayout.parse(f"dp={num_workers}", num_workers), Job(8, steps=1000)
     deliver(core, RunOpened(1, policy, target_layout, job), StoreReady("host", 1))
     deliver(core, *(WorkerReady(worker, "node", 1) for worker in workers))

@@ -13,7 +13,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Set
 
-from actors.notices import Notice, SeenNotice
+from actors.notices import Notice, TimedNotice
 from actors.ray_backend.cluster.ray_private import drain_node, draining_nodes
 from elastic.protocol.events import Event, NodeAtRisk, NodeDraining
 
@@ -42,7 +42,7 @@ class Drains:
         """The notices that Ray does not know yet."""
         self._lock = threading.Lock()
 
-    def take(self, node: str, seen: SeenNotice | None) -> None:
+    def take(self, node: str, seen: TimedNotice | None) -> None:
         """Take the present notice of a node's own watcher."""
         if seen is None or not self._is_new(node, seen.notice.deadline):
             return

@@ -84,7 +84,7 @@ class Notifier:
 
     def _begin(self, event: str, text: str, history: History, **more: Any) -> None:
         split = history.account.split()
-        self._attempts.forgive()
+        self._attempts.reset()
         self._num_tries = 0
         self._notice = {
             "event": event,

@@ -30,7 +30,7 @@ class Sidecar:
         if self._notifier:
             self._notifier.look(self._tracker.history)
 
-    def figures(self) -> Iterable[Metric]:
+    def metrics(self) -> Iterable[Metric]:
         return metrics_of(self._tracker.history, time.time())
 
     def finish(self, patience_s: float) -> str | None:

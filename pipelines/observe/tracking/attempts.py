@@ -33,9 +33,9 @@ class Attempts:
             self._pause_s = min(2 * self._pause_s, self.longest_pause_s)
             self._not_before = self._clock() + self._pause_s
             return False
-        self.forgive()
+        self.reset()
         return True
 
-    def forgive(self) -> None:
+    def reset(self) -> None:
         """Forget earlier failures, so that the next attempt needs no pause."""
         self.failure, self._pause_s, self._not_before = "", 0.5, float("-inf")

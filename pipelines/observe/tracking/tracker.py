@@ -68,7 +68,7 @@ class Tracker:
         """
         deadline = self._clock() + patience_s
         for attempts in (self._reads, self._rows, self._reports):
-            attempts.forgive()
+            attempts.reset()
             attempts.longest_pause_s = 1.0
         self.follow()
         self._save()

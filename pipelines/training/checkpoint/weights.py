@@ -13,7 +13,7 @@ from pipelines.training.checkpoint.reader import Checkpoint
 from pipelines.training.workload.state import OPTIMIZER
 
 
-def weights_of(run: str | Path, step: int | None = None) -> dict[str, Tensor]:
+def load_weights(run: str | Path, step: int | None = None) -> dict[str, Tensor]:
     """Read the full parameters and buffers from a run's checkpoint of a step (None: the newest).
 
     The tensors are on the host, by the names of the module's `state_dict`; a tied parameter has its

@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from pipelines.settings.recipe import Recipe
 from pipelines.training.custom.custom_module import build_on_host, build_shapes
-from pipelines.training.custom.custom_pipeline import Unfit
+from pipelines.training.custom.custom_pipeline import UnfitForPipeline
 from pipelines.training.workload.state import stored_dtype
 from pipelines.training.workload.workload import Layer
 
@@ -17,7 +17,7 @@ from pipelines.training.workload.workload import Layer
 def flow_of(recipe: Recipe, layers: Sequence[Layer], inputs: Tensor) -> tuple[Tensor, ...]:
     """The input of each layer for a microbatch, and the last output, as meta tensors.
 
-    Raises `Unfit`.
+    Raises `UnfitForPipeline`.
     """
     model, seed = recipe.model, recipe.settings.seed
     try:
@@ -31,14 +31,14 @@ def flow_of(recipe: Recipe, layers: Sequence[Layer], inputs: Tensor) -> tuple[Te
 def run_layers(module: nn.Module, layers: Sequence[Layer], hidden: Tensor) -> list[Tensor]:
     """Run a whole module layer by layer; returns each layer's input and the last output.
 
-    Raises `Unfit`.
+    Raises `UnfitForPipeline`.
     """
     flow = [hidden]
     for layer in layers:
         for name in layer.modules:
             hidden = module.get_submodule(name)(hidden)
             if not isinstance(hidden, Tensor):
-                raise Unfit(
+                raise UnfitForPipeline(
                     f"{name} of the recipe's pipeline returns {type(hidden).__name__}: each block "
                     "of a pipeline must return one tensor"
                 )

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from elastic.geometry.regions import Region
 from pipelines.settings.errors import UserError
-from pipelines.settings.overrides import near
+from pipelines.settings.overrides import similar_names
 from pipelines.training.workload.initial_values import draw, slices_of
 from pipelines.training.workload.recorded_init import Record, Recorder
 
@@ -207,7 +207,7 @@ def _named(module: nn.Module, wanted: Sequence[str | type[nn.Module]]) -> Iterat
     names = [name for name in wanted if isinstance(name, str)]
     for name in names:
         if name not in named:
-            raise UserError(f"blocks: the module has no {name}; {near(name, list(named))}")
+            raise UserError(f"blocks: the module has no {name}; {similar_names(name, list(named))}")
     for kind in classes:
         if not any(isinstance(part, kind) for part in named.values()):
             raise UserError(f"blocks: the module has no part of class {kind.__name__}")

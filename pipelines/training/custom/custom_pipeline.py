@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from actors.distributed.torch_private import is_view
 from pipelines.settings.errors import UserError
-from pipelines.settings.overrides import near
+from pipelines.settings.overrides import similar_names
 from pipelines.training.workload.workload import Layer, Style, starred
 
 
@@ -30,7 +30,7 @@ class CustomBatch(NamedTuple):
     num_held: int
 
 
-class Unfit(UserError):
+class UnfitForPipeline(UserError):
     """The reason why a recipe cannot run as a pipeline."""
 
 
@@ -65,7 +65,7 @@ def parts_of(module: nn.Module, pipeline: Sequence[str]) -> tuple[str, ...]:
         matches = [name for name in names if name and re.fullmatch(pattern, name)]
         if not matches:
             known = list(dict.fromkeys([*names, *map(starred, names)]))
-            raise UserError(f"pipeline: the module has no {wanted}; {near(wanted, known)}")
+            raise UserError(f"pipeline: the module has no {wanted}; {similar_names(wanted, known)}")
         parts += sorted(matches, key=_numbers)
     for number, name in enumerate(parts):
         for other in parts[:number]:
@@ -111,7 +111,9 @@ def _has_sharded_output(
     return "colwise" in used and "rowwise" not in used
 
 
-def why_not_alone(module: nn.Module, parts: Sequence[str], blocks: Sequence[str]) -> str | None:
+def why_not_sequential(
+    module: nn.Module, parts: Sequence[str], blocks: Sequence[str]
+) -> str | None:
     """The reason why the parts cannot be on different stages, or None.
 
     `blocks` are the modules that are sharded one by one.
@@ -135,16 +137,17 @@ def why_not_alone(module: nn.Module, parts: Sequence[str], blocks: Sequence[str]
 
 
 def inputs_of(loss: Callable[[Any, Any], Any], batch: Any, training: bool = True) -> Tensor:
-    """The tensor that a loss calls its module with. Raises `Unfit`."""
+    """The tensor that a loss calls its module with. Raises `UnfitForPipeline`."""
     try:
         loss(_InputProbe(training), batch)
     except _InputsKnown as known:
         return known.inputs
-    raise Unfit("the recipe's loss does not call its module")
+    raise UnfitForPipeline("the recipe's loss does not call its module")
 
 
 def module_returning(output: Tensor, training: bool = True) -> Any:
-    """A substitute module for a loss: returns `output`, once. Another use raises `Unfit`."""
+    """A substitute module for a loss: returns `output`, once. Raises `UnfitForPipeline` if it is
+    used otherwise."""
     return _OutputReplay(output, training)
 
 
@@ -163,11 +166,13 @@ def unpad_rows(output: Tensor, num_samples: int, num_padded: int) -> Tensor:
 
 
 def refuse_other_tensor(value: Any, expected: Tensor, subject: str) -> None:
-    """Raise `Unfit` for anything but a tensor of the expected shape and dtype."""
+    """Raise `UnfitForPipeline` for anything but a tensor of the expected shape and dtype."""
     if not isinstance(value, Tensor):
-        raise Unfit(f"{subject} {type(value).__name__}, but a pipeline passes on one tensor")
+        raise UnfitForPipeline(
+            f"{subject} {type(value).__name__}, but a pipeline passes on one tensor"
+        )
     if (value.shape, value.dtype) != (expected.shape, expected.dtype):
-        raise Unfit(
+        raise UnfitForPipeline(
             f"{subject} {tuple(value.shape)} of {value.dtype}, not {tuple(expected.shape)} of "
             f"{expected.dtype}: tensors in a pipeline must have one shape in all microbatches"
         )
@@ -187,7 +192,7 @@ class _Substitute:
         self.training = training
 
     def __getattr__(self, name: str) -> NoReturn:
-        raise Unfit(
+        raise UnfitForPipeline(
             f"the recipe's loss uses {name} of its module, but in a pipeline no worker has the "
             "whole module: let the loss only call it"
         )
@@ -201,12 +206,12 @@ class _InputProbe(_Substitute):
             arguments = ", ".join(
                 [*(type(value).__name__ for value in inputs), *(f"{k}=" for k in keywords)]
             )
-            raise Unfit(
+            raise UnfitForPipeline(
                 f"the recipe's loss calls its module with ({arguments}), but the first block of a "
                 "pipeline takes one tensor"
             )
         if any(torch.is_autocast_enabled(kind) for kind in ("cpu", "cuda")):
-            raise Unfit(
+            raise UnfitForPipeline(
                 "the recipe's loss calls its module under autocast, which does not reach the other "
                 "stages of a pipeline: set dtype=bfloat16, or enter autocast in the blocks"
             )
@@ -223,7 +228,9 @@ class _OutputReplay(_Substitute):
     def __call__(self, *inputs: Any, **keywords: Any) -> Tensor:
         output, self.output = self.output, None
         if output is None:
-            raise Unfit("the recipe's loss calls its module twice, but a pipeline runs once")
+            raise UnfitForPipeline(
+                "the recipe's loss calls its module twice, but a pipeline runs once"
+            )
         return output if self.training else output.clone()  # a metric may change it in place
 
 

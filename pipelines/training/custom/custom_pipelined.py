@@ -20,7 +20,7 @@ from pipelines.training.custom.custom_pipeline import (
 from pipelines.training.passes.passes import evaluating
 from pipelines.training.passes.pipeline import Pipelined
 from pipelines.training.passes.stage_buffers import StageBuffers
-from pipelines.training.workload.workload import OwnLoss, Sums
+from pipelines.training.workload.workload import LossSums, OwnLoss
 
 
 class CustomPipelined(Pipelined):
@@ -43,19 +43,19 @@ class CustomPipelined(Pipelined):
             module.register_forward_pre_hook(partial(self._before_pass, number))
             module.register_forward_hook(partial(self._after_pass, number))
 
-    def train(self, feds: Iterable[CustomBatch], num_rounds: int) -> list[Sums]:
+    def train(self, feds: Iterable[CustomBatch], num_rounds: int) -> list[LossSums]:
         return [kinds[0] for kinds in self._run_all(list(feds), num_rounds, training=True)]
 
-    def evaluate(self, feds: Iterable[CustomBatch], num_rounds: int) -> list[list[Sums]]:
+    def evaluate(self, feds: Iterable[CustomBatch], num_rounds: int) -> list[list[LossSums]]:
         with torch.no_grad(), evaluating(self.sharded):
             return self._run_all(list(feds), num_rounds, training=False)
 
     def _run_all(
         self, feds: Sequence[CustomBatch], num_rounds: int, training: bool
-    ) -> list[list[Sums]]:
+    ) -> list[list[LossSums]]:
         self.own_loss.release()
         self._feds, self._training = feds, training
-        self._sums: dict[int, list[Sums]] = {}
+        self._sums: dict[int, list[LossSums]] = {}
         self._num_run = [0] * len(self.stages)
         schedule = self._schedule(num_rounds)
         run = schedule.step if training else schedule.eval
@@ -92,8 +92,8 @@ class CustomPipelined(Pipelined):
         fed = self._feds[number]
         unpadded = unpad_rows(output, fed.num_held, self.num_samples)
         kinds = [
-            kind(module_returning(unpadded, self._training), fed, self.spread)
+            kind(module_returning(unpadded, self._training), fed, self.parallel)
             for kind in self.own_loss.kinds(self._training)
         ]
-        self._sums[number] = [Sums(loss.detach(), num_tokens) for loss, num_tokens in kinds]
+        self._sums[number] = [LossSums(loss.detach(), num_tokens) for loss, num_tokens in kinds]
         return kinds[0].loss.clone()  # schedules detach it in place, which a view forbids

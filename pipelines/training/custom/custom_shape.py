@@ -10,8 +10,8 @@ from torch import nn
 
 from elastic.geometry.model_limits import Limits
 from pipelines.settings.errors import UserError
-from pipelines.settings.overrides import near
-from pipelines.training.custom.custom_pipeline import layers_of, parts_of, why_not_alone
+from pipelines.settings.overrides import similar_names
+from pipelines.training.custom.custom_pipeline import layers_of, parts_of, why_not_sequential
 from pipelines.training.workload.workload import Layer, ModelShape, Style, starred
 
 CustomCut = Literal["colwise", "rowwise"]
@@ -46,7 +46,7 @@ def shape_of(
         modules.setdefault(starred(name), []).append(part)
     styles = {name: _style(name, cut, modules) for name, cut in plan.items()}
     parts = parts_of(module, pipeline)
-    no_pp = why_not_alone(module, parts, blocks) if parts else NO_PIPELINE
+    no_pp = why_not_sequential(module, parts, blocks) if parts else NO_PIPELINE
     refused = [*REFUSED.items(), *([] if plan else [("tp", NO_PLAN)])]
     refused += [("pp", no_pp)] if no_pp else []
     widths = [_width(part, style) for name, style in styles.items() for part in modules[name]]
@@ -59,7 +59,7 @@ def shape_of(
 def _style(name: str, cut: str, modules: Mapping[str, Sequence[nn.Module]]) -> Style:
     parts = modules.get(name)
     if parts is None:
-        raise UserError(f"plan: the module has no {name}; {near(name, list(modules))}")
+        raise UserError(f"plan: the module has no {name}; {similar_names(name, list(modules))}")
     kinds = {type(part) for part in parts}
     if all(issubclass(kind, nn.Linear) for kind in kinds) and cut in ("colwise", "rowwise"):
         return "colwise" if cut == "colwise" else "rowwise"

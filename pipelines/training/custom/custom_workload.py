@@ -32,14 +32,14 @@ from pipelines.training.custom.custom_pipeline import Chain, CustomBatch, inputs
 from pipelines.training.custom.custom_shape import shape_of
 from pipelines.training.custom.pipeline_trial import why_no_pipeline
 from pipelines.training.models.mlp import MlpWorkload
+from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups
 from pipelines.training.workload.seeds import keyed_generator
-from pipelines.training.workload.spread import ALONE, Spread
 from pipelines.training.workload.trees import mapped, tensors_in
 from pipelines.training.workload.workload import (
+    LossSums,
     Metric,
     ModelShape,
     OwnLoss,
-    Sums,
     at_least_float32,
     nothing,
 )
@@ -56,7 +56,7 @@ class CustomWorkload:
 
     seq_len = 1
     is_far = False
-    keeps_its_size = True
+    has_constant_size = True
 
     def __init__(self, recipe: Recipe, most_bytes: float = MAX_WHOLE_BYTES) -> None:
         """A module with more than `most_bytes` of parameters is drawn by region.
@@ -66,7 +66,7 @@ class CustomWorkload:
         self.recipe = recipe
         self.settings = recipe.settings
         self.dtype: torch.dtype = getattr(torch, recipe.settings.dtype)
-        self.optimising = CustomOptimizing(recipe)
+        self.optimizer_factory = CustomOptimizerFactory(recipe)
         self.train = _map_style(recipe.data(), "data")
         self.held_out = _map_style(recipe.held_out(), "held_out") if recipe.held_out else None
         self.num_samples = len(self.train)
@@ -116,7 +116,7 @@ class CustomWorkload:
                 digest.update(value.view(-1).view(torch.uint8).numpy().tobytes())
         return digest.hexdigest()
 
-    def module(self, spread: Spread = ALONE) -> nn.Module:
+    def module(self, parallel: ParallelGroups = ALONE) -> nn.Module:
         return build_shapes(self.recipe.model, self.settings.seed, self.values.most_bytes)
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
@@ -198,7 +198,7 @@ class CustomWorkload:
         return self.feed(batch, torch.device("cpu"), ALONE, 0)
 
     def feed(
-        self, batch: CustomBatch, device: torch.device, spread: Spread, seed: int
+        self, batch: CustomBatch, device: torch.device, parallel: ParallelGroups, seed: int
     ) -> CustomBatch:
         """The batch on the device, with floating-point tensors in the run's dtype."""
 
@@ -207,9 +207,9 @@ class CustomWorkload:
 
         return batch._replace(value=mapped(fed, batch.value))
 
-    def losses(self, module: nn.Module, fed: CustomBatch, spread: Spread) -> Sums:
+    def losses(self, module: nn.Module, fed: CustomBatch, parallel: ParallelGroups) -> LossSums:
         self.release()
-        return _counted(self.loss_in(module.training), module, fed, spread)
+        return _counted(self.loss_in(module.training), module, fed, parallel)
 
     def loss_in(self, training: bool) -> Callable[[nn.Module, Any], Losses]:
         """The recipe's loss for training or for evaluation."""
@@ -223,10 +223,10 @@ class CustomWorkload:
     def num_tokens(self, targets: Tensor) -> Tensor:
         raise NotImplementedError("a recipe's loss is not split")
 
-    def loss(self, output: Tensor, targets: Tensor, spread: Spread) -> Tensor:
+    def loss(self, output: Tensor, targets: Tensor, parallel: ParallelGroups) -> Tensor:
         raise NotImplementedError("a recipe's loss is not split")
 
-    def flowing(self, layer: int, num_samples: int, spread: Spread) -> Tensor:
+    def flowing(self, layer: int, num_samples: int, parallel: ParallelGroups) -> Tensor:
         return self.flow[layer] if self.recipe.pipeline else torch.empty(0, device="meta")
 
     def miniature(self) -> CustomWorkload | MlpWorkload:
@@ -262,8 +262,8 @@ def _map_style(dataset: Dataset, name: str) -> Dataset:
     return dataset
 
 
-class CustomOptimizing:
-    """The optimizer of a recipe; see `pipelines.training.workload.optimizer.Optimizing`."""
+class CustomOptimizerFactory:
+    """The optimizer of a recipe; see `pipelines.training.workload.optimizer.OptimizerFactory`."""
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
@@ -277,16 +277,19 @@ class CustomOptimizing:
 
 
 def _counted(
-    loss: Callable[[nn.Module, Any], Losses], module: nn.Module, fed: CustomBatch, spread: Spread
-) -> Sums:
+    loss: Callable[[nn.Module, Any], Losses],
+    module: nn.Module,
+    fed: CustomBatch,
+    parallel: ParallelGroups,
+) -> LossSums:
     """The sums of a recipe's function on a microbatch; zero on a padding microbatch."""
-    sums = sums_of(loss(module, fed.value), fed.num_samples)
+    sums = loss_sums_of(loss(module, fed.value), fed.num_samples)
     if fed.num_samples:
         return sums
-    return Sums(sums.loss * 0.0, torch.zeros_like(sums.num_tokens))
+    return LossSums(sums.loss * 0.0, torch.zeros_like(sums.num_tokens))
 
 
-def sums_of(losses: Losses, num_samples: int) -> Sums:
+def loss_sums_of(losses: Losses, num_samples: int) -> LossSums:
     """The sum and the count of a microbatch's losses, from either form that a loss may return.
 
     Raises `UserError` for any other form.
@@ -294,10 +297,10 @@ def sums_of(losses: Losses, num_samples: int) -> Sums:
     match losses:
         case Tensor() if losses.numel() == 1:
             loss = at_least_float32(losses if losses.dim() == 0 else losses.reshape(()))
-            return Sums(loss * num_samples, torch.tensor(num_samples, device=loss.device))
+            return LossSums(loss * num_samples, torch.tensor(num_samples, device=loss.device))
         case (Tensor() as total, count) if total.numel() == 1:
             total = at_least_float32(total.reshape(()))
-            return Sums(total, torch.as_tensor(count, device=total.device).detach().reshape(()))
+            return LossSums(total, torch.as_tensor(count, device=total.device).detach().reshape(()))
     returned = (
         f"a tensor of shape {tuple(losses.shape)}"
         if isinstance(losses, Tensor)

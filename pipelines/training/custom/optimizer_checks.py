@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pipelines.settings.errors import UserError
-from pipelines.training.workload.optimizer import LocalOptimizer, Optimizing, state_templates
+from pipelines.training.workload.optimizer import LocalOptimizer, OptimizerFactory, state_templates
 from pipelines.training.workload.seeds import keyed_generator
 
 NUM_STEPS = 2
@@ -19,7 +19,7 @@ TOLERANCE = 1e-9
 Weights = dict[str, Tensor]
 
 
-def refuse_unfit(optimising: Optimizing, num_dims: Mapping[str, int]) -> None:
+def refuse_unfit(optimizer_factory: OptimizerFactory, num_dims: Mapping[str, int]) -> None:
     """Try the optimizer on parameters of these names and numbers of dims.
 
     Raises `UserError` if its state cannot start at 0, or if its update of an element depends on
@@ -32,11 +32,11 @@ def refuse_unfit(optimising: Optimizing, num_dims: Mapping[str, int]) -> None:
         for step in range(NUM_STEPS)
     ]
     plain = _copied(weights)
-    optimizer = optimising.build(list(plain.items()))
+    optimizer = optimizer_factory.build(list(plain.items()))
     kind = type(optimizer).__name__
     for step_gradients in gradients:
         _step(optimizer, plain, step_gradients)
-    from_zeros = _stepped(optimising, weights, gradients)
+    from_zeros = _stepped(optimizer_factory, weights, gradients)
     if not _alike(plain, from_zeros):
         raise UserError(
             f"optimizer {kind}: its first step differs from a step with a state of zeros, which is "
@@ -45,7 +45,7 @@ def refuse_unfit(optimising: Optimizing, num_dims: Mapping[str, int]) -> None:
     sizes = {name: shape[0] // 2 for name, shape in shapes.items() if shape}
     halves = [
         _stepped(
-            optimising,
+            optimizer_factory,
             {name: weights[name][half(size)] for name, size in sizes.items()},
             [{name: step[name][half(size)] for name, size in sizes.items()} for step in gradients],
         )
@@ -59,10 +59,12 @@ def refuse_unfit(optimising: Optimizing, num_dims: Mapping[str, int]) -> None:
         )
 
 
-def _stepped(optimising: Optimizing, weights: Weights, gradients: list[Weights]) -> Weights:
+def _stepped(
+    optimizer_factory: OptimizerFactory, weights: Weights, gradients: list[Weights]
+) -> Weights:
     shards = _copied(weights)
     num_dims = {name: shard.ndim for name, shard in shards.items()}
-    templates = state_templates(optimising, num_dims, torch.float64)
+    templates = state_templates(optimizer_factory, num_dims, torch.float64)
     state = {
         name: {
             key: torch.zeros(shards[name].shape if value.ndim else (), dtype=value.dtype)
@@ -70,7 +72,7 @@ def _stepped(optimising: Optimizing, weights: Weights, gradients: list[Weights])
         }
         for name, template in templates.items()
     }
-    optimizer = LocalOptimizer(optimising, shards, state)
+    optimizer = LocalOptimizer(optimizer_factory, shards, state)
     for step_gradients in gradients:
         optimizer.step(step_gradients, 1.0)
     return shards

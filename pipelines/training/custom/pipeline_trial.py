@@ -16,16 +16,16 @@ from pipelines.training.custom.block_flow import in_dtypes, run_layers
 from pipelines.training.custom.custom_module import build_on_host, seeded
 from pipelines.training.custom.custom_pipeline import (
     CustomBatch,
-    Unfit,
+    UnfitForPipeline,
     inputs_of,
     module_returning,
     pad_rows,
     unpad_rows,
 )
-from pipelines.training.workload.spread import ALONE
+from pipelines.training.workload.parallel_groups import ALONE
 from pipelines.training.workload.state import buffers
 from pipelines.training.workload.trees import mapped
-from pipelines.training.workload.workload import ModelShape, OwnLoss, Sums
+from pipelines.training.workload.workload import LossSums, ModelShape, OwnLoss
 
 MAX_REAL_PARAMETERS = 20_000_000
 """The trial uses real values up to this number of parameters, and only shapes beyond it."""
@@ -59,7 +59,7 @@ def why_no_pipeline(
     try:
         with seeded(workload.settings.seed):
             _try_out(workload, max_parameters)
-    except Unfit as unfit:
+    except UnfitForPipeline as unfit:
         return str(unfit)
     except UserError:
         raise
@@ -73,7 +73,7 @@ class _PassResult(NamedTuple):
     """The results of a pass: the module's output, the sums of each function, gradients, buffers."""
 
     output: Tensor
-    sums: list[Sums]
+    sums: list[LossSums]
     gradients: dict[str, Tensor | None]
     buffers: dict[str, Tensor]
 
@@ -97,7 +97,7 @@ def _try_out(workload: PipelineCandidate, max_parameters: int) -> None:
                 _refuse_padding(workload, module)
         inputs = inputs_of(workload.loss_in(not held_out), batch.value, not held_out)
         if inputs.shape[1:] != flow[0].shape[1:]:
-            raise Unfit(
+            raise UnfitForPipeline(
                 f"the recipe's loss calls its module with shape {tuple(inputs.shape)} for "
                 f"{batch.num_held} samples, but {tuple(flow[0].shape)} for a microbatch: pad "
                 "samples to one size in `collate`"
@@ -131,12 +131,12 @@ def _run_whole(workload: PipelineCandidate, module: nn.Module, batch: CustomBatc
         ]
     hook.remove()
     if len(outputs) != len(sums):
-        raise Unfit(
+        raise UnfitForPipeline(
             f"the recipe's losses call their module {len(outputs) / len(sums):.3g} times each, but "
             "a pipeline runs once"
         )
     if not isinstance(outputs[0], Tensor):
-        raise Unfit(
+        raise UnfitForPipeline(
             f"the recipe's module returns {type(outputs[0]).__name__}, but a pipeline passes on "
             "one tensor"
         )
@@ -148,7 +148,7 @@ def _run_blocks(workload: PipelineCandidate, module: nn.Module, batch: CustomBat
     inputs = inputs_of(workload.loss_in(training), value, training)
     for name, metric in () if training else workload.recipe.metrics.items():
         if not _alike(inputs_of(metric, value, training), inputs):
-            raise Unfit(
+            raise UnfitForPipeline(
                 f"the metric {name} calls the module with other inputs than the loss: use the same"
             )
     *_, output = run_layers(module, workload.shape().layers, inputs)
@@ -171,12 +171,12 @@ def _gradients(module: nn.Module, loss: Tensor) -> dict[str, Tensor | None]:
 
 @contextmanager
 def _randomness_refused(module: nn.Module) -> Iterator[None]:
-    """Raise `Unfit` if the block draws random numbers."""
+    """Raise `UnfitForPipeline` if the block draws random numbers."""
     generator = torch.get_rng_state()
     yield
     has_drawn = not torch.equal(torch.get_rng_state(), generator)
     if has_drawn or (module.training and _on_meta(module) and _has_dropout(module)):
-        raise Unfit(
+        raise UnfitForPipeline(
             "a pass of the recipe's module or loss draws random numbers, as dropout does, but in a "
             "pipeline each stage would draw others"
         )
@@ -207,16 +207,16 @@ def _compare(whole: _PassResult, by_blocks: _PassResult, mode: str) -> None:
         "its module: each must take the output of the one before, with nothing in between"
     )
     if not _alike(whole.output, by_blocks.output):
-        raise Unfit(message.format("output"))
+        raise UnfitForPipeline(message.format("output"))
     for expected, actual in zip(whole.sums, by_blocks.sums, strict=True):
         if not _alike(expected[0], actual[0]) or not _alike(expected[1], actual[1]):
-            raise Unfit(message.format("losses"))
+            raise UnfitForPipeline(message.format("losses"))
     for name, buffer in whole.buffers.items():
         if not _alike(buffer, by_blocks.buffers[name]):
-            raise Unfit(message.format(f"buffers ({name})"))
+            raise UnfitForPipeline(message.format(f"buffers ({name})"))
     for name, gradient in whole.gradients.items():
         if not _alike(gradient, by_blocks.gradients[name]):
-            raise Unfit(message.format(f"gradients (of {name})"))
+            raise UnfitForPipeline(message.format(f"gradients (of {name})"))
 
 
 def _alike(first: Tensor | None, second: Tensor | None) -> bool:
@@ -228,7 +228,8 @@ def _alike(first: Tensor | None, second: Tensor | None) -> bool:
 
 
 def _refuse_padding(workload: PipelineCandidate, module: nn.Module) -> None:
-    """Raise `Unfit` if padding an evaluation's smaller last microbatch would change its output."""
+    """Raise `UnfitForPipeline` if padding an evaluation's smaller last microbatch changes its
+    output."""
     size = workload.settings.microbatch
     num_samples = min(workload.settings.eval_samples, workload.num_held_out)
     if not workload.settings.eval_every or num_samples % size == 0:
@@ -239,7 +240,7 @@ def _refuse_padding(workload: PipelineCandidate, module: nn.Module) -> None:
     *_, plain = run_layers(module, layers, inputs)
     *_, padded = run_layers(module, layers, pad_rows(inputs, len(workload.flow[0])))
     if not _alike(plain, unpad_rows(padded, batch.num_held, size)):
-        raise Unfit(
+        raise UnfitForPipeline(
             f"the output of a sample depends on others of its microbatch, so the {num_samples} "
             f"held-out samples must be a multiple of {size}: --set eval_samples="
             f"{max(num_samples // size * size, size)}"

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional
 
 from pipelines.settings import ExpertsSettings
-from pipelines.training.workload.spread import ALONE, Spread
+from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups
 
 
 class FeedForward(nn.Module):
@@ -39,17 +39,19 @@ class MixtureOfExperts(nn.Module):
     With gradients enabled the output carries the balance loss, see `_imbalance`. `counted` is False
     or 0 for a padding microbatch.
 
-    `spread` shards the experts over `ep` in equal chunks, and the microbatch's tokens over
+    `parallel` shards the experts over `ep` in equal chunks, and the microbatch's tokens over
     `sequence`. All ranks of these groups must call forward and backward together, even a rank
     without tokens.
     """
 
-    def __init__(self, dim: int, settings: ExpertsSettings, spread: Spread = ALONE) -> None:
+    def __init__(
+        self, dim: int, settings: ExpertsSettings, parallel: ParallelGroups = ALONE
+    ) -> None:
         super().__init__()
         self.settings = settings
-        self.spread = spread
+        self.parallel = parallel
         self.router = nn.Linear(dim, settings.num_experts, bias=False)
-        self.experts = Experts(settings.num_experts // spread.num_ep, dim, settings.hidden_dim)
+        self.experts = Experts(settings.num_experts // parallel.num_ep, dim, settings.hidden_dim)
         shared_dim = settings.shared_hidden_dim
         self.shared = FeedForward(dim, shared_dim) if shared_dim else None
         # The number of tokens of an expert changes at each call and would cause recompilation.
@@ -82,8 +84,8 @@ class MixtureOfExperts(nn.Module):
         the fraction of choices of expert e, `P_e` its mean probability.
         """
         counts = counts.clone()
-        if _size(self.spread.sequence) > 1:
-            dist.all_reduce(counts, group=self.spread.sequence)
+        if _size(self.parallel.sequence) > 1:
+            dist.all_reduce(counts, group=self.parallel.sequence)
         sums = logits.softmax(-1).sum(0)
         fractions = counts.to(sums.dtype) / counts.sum().clamp(min=1)
         factor = self.settings.balance_coefficient * self.settings.num_experts
@@ -99,7 +101,7 @@ class MixtureOfExperts(nn.Module):
 
     def _routed(self, rows: Tensor, counts: Tensor) -> Tensor:
         """Send rows, sorted by expert with `counts` rows for each expert, through the experts."""
-        group = self.spread.ep
+        group = self.parallel.ep
         num_ranks = _size(group)
         if num_ranks == 1:
             outputs: Tensor = self.experts(rows, counts.tolist())

@@ -7,8 +7,8 @@ from torch import Tensor, nn
 
 from elastic.geometry.regions import chunk_interval
 from elastic.geometry.sample_order import mixed
+from pipelines.training.workload.parallel_groups import ParallelGroups
 from pipelines.training.workload.ring import positions
-from pipelines.training.workload.spread import Spread
 
 
 class KeyedDropout(nn.Module):
@@ -18,10 +18,10 @@ class KeyedDropout(nn.Module):
     layout drops the same elements.
     """
 
-    def __init__(self, probability: float, spread: Spread, number: int) -> None:
+    def __init__(self, probability: float, parallel: ParallelGroups, number: int) -> None:
         super().__init__()
         self.probability = probability
-        self.spread = spread
+        self.parallel = parallel
         self.number = number
 
     def forward(self, hidden: Tensor, seed: int | None) -> Tensor:
@@ -37,9 +37,9 @@ class KeyedDropout(nn.Module):
 
     def _positions(self, hidden: Tensor) -> tuple[Tensor | None, int]:
         """The positions of these hidden states in the sequence (None: all), and its length."""
-        spread = self.spread
-        if spread.has_whole_sequences:
+        parallel = self.parallel
+        if parallel.has_whole_sequences:
             return None, hidden.shape[1]
-        held = positions(spread.seq_len, spread.cp_rank, spread.num_cp).to(hidden.device)
-        begin, size = chunk_interval(len(held), spread.num_tp, spread.tp_rank)
-        return held[begin : begin + size], spread.seq_len
+        held = positions(parallel.seq_len, parallel.cp_rank, parallel.num_cp).to(hidden.device)
+        begin, size = chunk_interval(len(held), parallel.num_tp, parallel.tp_rank)
+        return held[begin : begin + size], parallel.seq_len

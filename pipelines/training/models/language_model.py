@@ -17,9 +17,9 @@ from pipelines.training.models.next_token import NextToken
 from pipelines.training.models.transformer import Transformer, initial_std
 from pipelines.training.models.transformer_shape import transformer_shape
 from pipelines.training.workload.initial_values import Constant, Normal, draw
+from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups
 from pipelines.training.workload.ring import positions
-from pipelines.training.workload.spread import ALONE, Spread
-from pipelines.training.workload.workload import Fed, ModelShape, nothing
+from pipelines.training.workload.workload import ModelShape, ModuleInputs, nothing
 
 
 class LanguageModelWorkload(NextToken):
@@ -41,8 +41,8 @@ class LanguageModelWorkload(NextToken):
         super().__init__(settings.vocab_size, train, held_out, dtype)
         self.settings = settings
 
-    def module(self, spread: Spread = ALONE) -> nn.Module:
-        return Transformer(self.settings, spread)
+    def module(self, parallel: ParallelGroups = ALONE) -> nn.Module:
+        return Transformer(self.settings, parallel)
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
         return list(module.get_submodule("layers").children())
@@ -65,24 +65,29 @@ class LanguageModelWorkload(NextToken):
         distribution = Constant(1.0) if len(shape) == 1 else Normal(0.0, std)
         return draw(distribution, name, seed, shape, region, interrupt)
 
-    def feed(self, batch: Batch, device: torch.device, spread: Spread, seed: int) -> Fed:
+    def feed(
+        self, batch: Batch, device: torch.device, parallel: ParallelGroups, seed: int
+    ) -> ModuleInputs:
         keywords = {"seeds": torch.full(batch.tokens.shape[:1], seed)}
         if batch.documents is not None:
             keywords["documents"] = batch.documents
         inputs, targets = batch.tokens, batch.targets
-        if spread.num_cp > 1:
-            held = positions(batch.tokens.shape[1], spread.cp_rank, spread.num_cp)
+        if parallel.num_cp > 1:
+            held = positions(batch.tokens.shape[1], parallel.cp_rank, parallel.num_cp)
             inputs, targets = inputs[:, held], targets[:, held]
-        return Fed(inputs.to(device), keywords, targets.to(device))
+        return ModuleInputs(inputs.to(device), keywords, targets.to(device))
 
-    def flowing(self, layer: int, num_samples: int, spread: Spread) -> Tensor:
-        held = len(positions(self.seq_len, spread.cp_rank, spread.num_cp))
+    def flowing(self, layer: int, num_samples: int, parallel: ParallelGroups) -> Tensor:
+        held = len(positions(self.seq_len, parallel.cp_rank, parallel.num_cp))
         if layer == 0:
             return torch.empty(num_samples, held, dtype=torch.int64, device="meta")
         if layer == self.settings.num_layers + 2:
-            width = chunk_interval(self.settings.vocab_size, spread.num_tp, spread.tp_rank)[1]
+            width = chunk_interval(self.settings.vocab_size, parallel.num_tp, parallel.tp_rank)[1]
         else:
-            width, held = self.settings.dim, chunk_interval(held, spread.num_tp, spread.tp_rank)[1]
+            width, held = (
+                self.settings.dim,
+                chunk_interval(held, parallel.num_tp, parallel.tp_rank)[1],
+            )
         shape = (num_samples, held, width)
         return torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
 

@@ -14,16 +14,16 @@ from elastic.geometry.model_limits import Limits
 from elastic.geometry.regions import Region
 from pipelines.settings import MlpSettings
 from pipelines.training.workload.initial_values import Constant, draw, kaiming_uniform
-from pipelines.training.workload.optimizer import Optimizing
+from pipelines.training.workload.optimizer import OptimizerFactory
+from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups
 from pipelines.training.workload.seeds import keyed_generator
-from pipelines.training.workload.spread import ALONE, Spread
 from pipelines.training.workload.workload import (
-    Fed,
     Layer,
+    LossSums,
     Metric,
     ModelShape,
+    ModuleInputs,
     OwnLoss,
-    Sums,
     nothing,
     output_losses,
 )
@@ -69,11 +69,11 @@ class MlpWorkload:
         self.num_held_out = settings.num_samples
         self.seq_len = 1
         self.is_far = False
-        self.optimising: Optimizing | None = None
+        self.optimizer_factory: OptimizerFactory | None = None
         self.metrics: dict[str, Metric] = {}
-        self.keeps_its_size = False
+        self.has_constant_size = False
 
-    def module(self, spread: Spread = ALONE) -> nn.Module:
+    def module(self, parallel: ParallelGroups = ALONE) -> nn.Module:
         return Mlp(self.settings)
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
@@ -124,21 +124,25 @@ class MlpWorkload:
         missing = torch.full((num_samples, last), torch.nan)
         return VectorBatch(torch.zeros(num_samples, first), missing)
 
-    def feed(self, batch: VectorBatch, device: torch.device, spread: Spread, seed: int) -> Fed:
-        return Fed(batch.inputs.to(device, self.dtype), {}, batch.targets.to(device, self.dtype))
+    def feed(
+        self, batch: VectorBatch, device: torch.device, parallel: ParallelGroups, seed: int
+    ) -> ModuleInputs:
+        return ModuleInputs(
+            batch.inputs.to(device, self.dtype), {}, batch.targets.to(device, self.dtype)
+        )
 
-    def losses(self, module: nn.Module, fed: Fed, spread: Spread) -> Sums:
-        return output_losses(self, module, fed, spread)
+    def losses(self, module: nn.Module, fed: ModuleInputs, parallel: ParallelGroups) -> LossSums:
+        return output_losses(self, module, fed, parallel)
 
     def num_tokens(self, targets: Tensor) -> Tensor:
         return (~targets[:, 0].isnan()).sum()
 
-    def loss(self, output: Tensor, targets: Tensor, spread: Spread) -> Tensor:
+    def loss(self, output: Tensor, targets: Tensor, parallel: ParallelGroups) -> Tensor:
         """The squared error, averaged over the outputs of a sample, summed over samples."""
         targets_or_output = torch.where(targets.isnan(), output.detach(), targets)
         return functional.mse_loss(output, targets_or_output, reduction="sum") / targets.shape[1]
 
-    def flowing(self, layer: int, num_samples: int, spread: Spread) -> Tensor:
+    def flowing(self, layer: int, num_samples: int, parallel: ParallelGroups) -> Tensor:
         shape = (num_samples, self.settings.dims[layer])
         return torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=layer > 0)
 

@@ -15,13 +15,13 @@ from pipelines.data.windows import Batch, Samples, Windows
 from pipelines.settings import DataSettings
 from pipelines.settings.errors import UserError
 from pipelines.training.tensor.tensor_parallel import vocab_parallel_logits
-from pipelines.training.workload.optimizer import Optimizing
-from pipelines.training.workload.spread import Spread
+from pipelines.training.workload.optimizer import OptimizerFactory
+from pipelines.training.workload.parallel_groups import ParallelGroups
 from pipelines.training.workload.workload import (
-    Fed,
+    LossSums,
     Metric,
+    ModuleInputs,
     OwnLoss,
-    Sums,
     nothing,
     output_losses,
 )
@@ -50,9 +50,9 @@ class NextToken:
         self.num_samples = train.num_samples
         self.seq_len = train.seq_len
         self.is_far = train.is_far
-        self.optimising: Optimizing | None = None
+        self.optimizer_factory: OptimizerFactory | None = None
         self.metrics: dict[str, Metric] = {}
-        self.keeps_its_size = False
+        self.has_constant_size = False
         self.num_held_out = held_out.num_samples if held_out else 0
 
     def reach(self) -> None:
@@ -69,7 +69,7 @@ class NextToken:
         interrupt: Callable[[], None] = nothing,
     ) -> Batch:
         split = self._split(held_out)
-        split.bring(samples, interrupt)
+        split.fetch(samples, interrupt)
         return split.read(samples)
 
     def _split(self, held_out: bool) -> Samples:
@@ -83,17 +83,17 @@ class NextToken:
         tokens = torch.zeros(shape, dtype=torch.int64)
         return Batch(tokens, torch.full_like(tokens, IGNORED), None)
 
-    def losses(self, module: nn.Module, fed: Fed, spread: Spread) -> Sums:
-        return output_losses(self, module, fed, spread)
+    def losses(self, module: nn.Module, fed: ModuleInputs, parallel: ParallelGroups) -> LossSums:
+        return output_losses(self, module, fed, parallel)
 
     def num_tokens(self, targets: Tensor) -> Tensor:
         return (targets != IGNORED).sum()
 
-    def loss(self, output: Tensor, targets: Tensor, spread: Spread) -> Tensor:
+    def loss(self, output: Tensor, targets: Tensor, parallel: ParallelGroups) -> Tensor:
         """The cross-entropy in nats, in float32 or better, summed over the targets."""
         logits = output.flatten(0, 1)
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-        tp = spread.tp if self.cuts_head else None
+        tp = parallel.tp if self.cuts_head else None
         if tp is not None:
             logits = vocab_parallel_logits(logits, tp, self.vocab_size)
         total = functional.cross_entropy(

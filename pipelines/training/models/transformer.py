@@ -13,8 +13,8 @@ from pipelines.settings import TransformerSettings
 from pipelines.training.models.experts import FeedForward, MixtureOfExperts
 from pipelines.training.models.keyed_dropout import KeyedDropout
 from pipelines.training.models.ring_attention import ring_attention
+from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups
 from pipelines.training.workload.ring import positions
-from pipelines.training.workload.spread import ALONE, Spread
 
 
 class Frame(NamedTuple):
@@ -36,16 +36,18 @@ class Transformer(nn.Module):
     (batch, length, vocabulary). `documents` is None or the document number of each token (batch,
     length), int; tokens do not attend across documents. `seeds` is None or the microbatch's random
     seed (batch,), negative for padding. A stage without embedding takes hidden states (batch,
-    length, dim); one without head returns them. If `spread` shards the sequence, `length` is this
+    length, dim); one without head returns them. If `parallel` shards the sequence, `length` is this
     rank's part, except in `documents`.
     """
 
-    def __init__(self, settings: TransformerSettings, spread: Spread = ALONE) -> None:
+    def __init__(self, settings: TransformerSettings, parallel: ParallelGroups = ALONE) -> None:
         super().__init__()
         self.settings = settings
-        self.spread = spread
+        self.parallel = parallel
         self.embedding = nn.Embedding(settings.vocab_size, settings.dim)
-        blocks = {str(i): TransformerBlock(settings, spread, i) for i in range(settings.num_layers)}
+        blocks = {
+            str(i): TransformerBlock(settings, parallel, i) for i in range(settings.num_layers)
+        }
         self.layers = nn.ModuleDict(blocks)
         self.norm = nn.RMSNorm(settings.dim, eps=settings.norm_eps)
         self.head = nn.Linear(settings.dim, settings.vocab_size, bias=False)
@@ -53,7 +55,7 @@ class Transformer(nn.Module):
     def forward(
         self, hidden: Tensor, documents: Tensor | None = None, seeds: Tensor | None = None
     ) -> Tensor:
-        length = hidden.shape[1] if self.spread.has_whole_sequences else self.spread.seq_len
+        length = hidden.shape[1] if self.parallel.has_whole_sequences else self.parallel.seq_len
         frame = self._frame(length, documents, seeds, hidden.device)
         if self.embedding is not None:
             hidden = self.embedding(hidden)
@@ -66,11 +68,11 @@ class Transformer(nn.Module):
     def _frame(
         self, length: int, documents: Tensor | None, seeds: Tensor | None, device: torch.device
     ) -> Frame:
-        settings, spread = self.settings, self.spread
-        held = positions(length, spread.cp_rank, spread.num_cp).to(device)
+        settings, parallel = self.settings, self.parallel
+        held = positions(length, parallel.cp_rank, parallel.num_cp).to(device)
         head_dim = settings.dim // settings.num_heads
         seed = int(seeds[0]) if seeds is not None else None
-        mask = document_mask(documents, device) if spread.cp is None else None
+        mask = document_mask(documents, device) if parallel.cp is None else None
         return Frame(
             length,
             rotary(held, head_dim, settings.rope_theta),
@@ -84,18 +86,20 @@ class Transformer(nn.Module):
 class TransformerBlock(nn.Module):
     """One pre-norm layer: attention and feed-forward, each with a residual connection."""
 
-    def __init__(self, settings: TransformerSettings, spread: Spread, number: int) -> None:
+    def __init__(
+        self, settings: TransformerSettings, parallel: ParallelGroups, number: int
+    ) -> None:
         super().__init__()
         self.attention_norm = nn.RMSNorm(settings.dim, eps=settings.norm_eps)
-        self.attention = Attention(settings, spread)
+        self.attention = Attention(settings, parallel)
         self.feed_forward_norm = nn.RMSNorm(settings.dim, eps=settings.norm_eps)
         self.feed_forward = (
-            MixtureOfExperts(settings.dim, settings.experts, spread)
+            MixtureOfExperts(settings.dim, settings.experts, parallel)
             if settings.experts
             else FeedForward(settings.dim, settings.hidden_dim)
         )
-        self.attention_dropout = KeyedDropout(settings.dropout, spread, 2 * number)
-        self.feed_forward_dropout = KeyedDropout(settings.dropout, spread, 2 * number + 1)
+        self.attention_dropout = KeyedDropout(settings.dropout, parallel, 2 * number)
+        self.feed_forward_dropout = KeyedDropout(settings.dropout, parallel, 2 * number + 1)
 
     def forward(self, hidden: Tensor, frame: Frame) -> Tensor:
         attended = self.attention(self.attention_norm(hidden), frame=frame)
@@ -112,9 +116,9 @@ class TransformerBlock(nn.Module):
 class Attention(nn.Module):
     """Causal self-attention with grouped key and value heads (Ainslie et al., GQA, 2023)."""
 
-    def __init__(self, settings: TransformerSettings, spread: Spread) -> None:
+    def __init__(self, settings: TransformerSettings, parallel: ParallelGroups) -> None:
         super().__init__()
-        self.ring = spread.cp
+        self.ring = parallel.cp
         self.head_dim = settings.dim // settings.num_heads
         kv_dim = settings.num_kv_heads * self.head_dim
         self.wq = nn.Linear(settings.dim, settings.dim, bias=False)

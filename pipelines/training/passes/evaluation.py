@@ -12,7 +12,7 @@ from actors.runtime.program import Evaluation, Groups, Interrupt
 from pipelines.settings import TrainSettings
 from pipelines.training.passes.passes import Passes
 from pipelines.training.workload.data_shard import DataShard
-from pipelines.training.workload.spread import Spread
+from pipelines.training.workload.parallel_groups import ParallelGroups
 from pipelines.training.workload.workload import PADDING, Workload, concatenate, nothing
 
 
@@ -21,7 +21,7 @@ def evaluate(
     workload: Workload,
     settings: TrainSettings,
     data_shard: DataShard,
-    spread: Spread,
+    parallel: ParallelGroups,
     groups: Groups,
     interrupt: Interrupt = nothing,
 ) -> Evaluation:
@@ -44,14 +44,14 @@ def evaluate(
         if passes.needs_full_size and missing:
             batches.append(workload.empty(missing, held_out=True))
         batches = batches or [workload.empty(held_out=True)]
-        feds = [workload.feed(b, groups.device, spread, PADDING) for b in batches]
+        feds = [workload.feed(b, groups.device, parallel, PADDING) for b in batches]
         return feds[0] if len(feds) == 1 else concatenate(feds)
 
     summed = passes.evaluate((feed_microbatch(microbatch) for microbatch in rounds), len(rounds))
     size = (1 + len(workload.metrics), 2, len(starts))
     sums = torch.zeros(size, dtype=torch.float64, device=groups.device)
     for microbatch, kinds in zip(rounds, summed, strict=False):
-        if microbatch is not None and spread.counts_loss:
+        if microbatch is not None and parallel.counts_loss:
             for number, (total, count) in enumerate(kinds):
                 sums[number, 0, microbatch] = total
                 sums[number, 1, microbatch] = count

@@ -9,10 +9,10 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.tensor.parallel import loss_parallel
 
-from pipelines.training.passes.moving_buffers import MovingBuffers
+from pipelines.training.passes.running_buffers import RunningBuffers
 from pipelines.training.sharding.sharded import Sharded
-from pipelines.training.workload.spread import Spread
-from pipelines.training.workload.workload import Sums, Workload
+from pipelines.training.workload.parallel_groups import ParallelGroups
+from pipelines.training.workload.workload import LossSums, Workload
 
 
 class Passes(Protocol):
@@ -24,52 +24,52 @@ class Passes(Protocol):
     def num_rounds(self, least: int) -> int:
         """The number of microbatches, at least `least`, that each rank must run."""
 
-    def train(self, feds: Iterable[Any], num_rounds: int) -> list[Sums]:
+    def train(self, feds: Iterable[Any], num_rounds: int) -> list[LossSums]:
         """Run forward and backward of all microbatches."""
 
-    def evaluate(self, feds: Iterable[Any], num_rounds: int) -> list[list[Sums]]:
+    def evaluate(self, feds: Iterable[Any], num_rounds: int) -> list[list[LossSums]]:
         """Run forward without gradients; for each microbatch the loss and the metrics."""
 
 
-class OneByOne:
+class SequentialPasses:
     """Runs microbatches one by one through the full module; see `Passes`."""
 
     def __init__(
-        self, workload: Workload, sharded: Sharded, spread: Spread, moving: MovingBuffers
+        self, workload: Workload, sharded: Sharded, parallel: ParallelGroups, moving: RunningBuffers
     ) -> None:
         self.workload = workload
         self.moving = moving
         self.sharded = sharded
         [self.module] = sharded.modules
-        self.spread = spread
-        self.needs_full_size = not (spread.has_whole_sequences or workload.keeps_its_size)
+        self.parallel = parallel
+        self.needs_full_size = not (parallel.has_whole_sequences or workload.has_constant_size)
 
     def num_rounds(self, least: int) -> int:
         return least
 
-    def train(self, feds: Iterable[Any], num_rounds: int) -> list[Sums]:
+    def train(self, feds: Iterable[Any], num_rounds: int) -> list[LossSums]:
         sums = []
-        with loss_context(self.spread):
+        with loss_context(self.parallel):
             for number, fed in enumerate(feds, start=1):
                 is_last = number == num_rounds
                 if number == 1 or is_last:
                     self.sharded.accumulate(is_last)
                 self.moving.begin_pass()
-                loss, num_tokens = self.workload.losses(self.module, fed, self.spread)
+                loss, num_tokens = self.workload.losses(self.module, fed, self.parallel)
                 self.moving.end_pass(num_tokens, is_last)
                 loss.backward()
-                sums.append(Sums(loss.detach(), num_tokens))
+                sums.append(LossSums(loss.detach(), num_tokens))
         return sums
 
-    def evaluate(self, feds: Iterable[Any], num_rounds: int) -> list[list[Sums]]:
+    def evaluate(self, feds: Iterable[Any], num_rounds: int) -> list[list[LossSums]]:
         kinds = [self.workload.losses, *self.workload.metrics.values()]
-        with torch.no_grad(), loss_context(self.spread), evaluating(self.sharded):
-            return [[kind(self.module, fed, self.spread) for kind in kinds] for fed in feds]
+        with torch.no_grad(), loss_context(self.parallel), evaluating(self.sharded):
+            return [[kind(self.module, fed, self.parallel) for kind in kinds] for fed in feds]
 
 
-def loss_context(spread: Spread) -> AbstractContextManager[None]:
+def loss_context(parallel: ParallelGroups) -> AbstractContextManager[None]:
     """The context of the loss: vocabulary-parallel under `tp`."""
-    return loss_parallel() if spread.tp is not None else nullcontext()
+    return loss_parallel() if parallel.tp is not None else nullcontext()
 
 
 class evaluating:

@@ -16,8 +16,8 @@ from pipelines.settings.bounds import SEVERAL_STAGES, ScheduleName
 from pipelines.training.passes.passes import evaluating, loss_context
 from pipelines.training.passes.stage_modules import Stage
 from pipelines.training.sharding.sharded import Sharded
-from pipelines.training.workload.spread import Spread
-from pipelines.training.workload.workload import Fed, Sums, Workload, concatenate
+from pipelines.training.workload.parallel_groups import ParallelGroups
+from pipelines.training.workload.workload import LossSums, ModuleInputs, Workload, concatenate
 
 SCHEDULES: dict[ScheduleName, str] = {
     "gpipe": "ScheduleGPipe",
@@ -52,14 +52,14 @@ class Pipelined:
         stages: Sequence[Stage],
         sharded: Sharded,
         groups: Groups,
-        spread: Spread,
+        parallel: ParallelGroups,
         settings: TrainSettings,
     ) -> None:
         self.workload = workload
         self.stages = stages
         self.sharded = sharded
         self.groups = groups
-        self.spread = spread
+        self.parallel = parallel
         self.schedule = settings.schedule
         self.num_samples = settings.microbatch
         self.num_stages = groups.layout.pp * groups.layout.vp
@@ -74,15 +74,15 @@ class Pipelined:
             return least
         return max(least, pp) if self.schedule == "1f1b" else -(-least // pp) * pp
 
-    def train(self, feds: Iterable[Any], num_rounds: int) -> list[Sums]:
-        with loss_context(self.spread):
+    def train(self, feds: Iterable[Any], num_rounds: int) -> list[LossSums]:
+        with loss_context(self.parallel):
             return self._run(list(feds), self._schedule(num_rounds).step)
 
-    def evaluate(self, feds: Iterable[Any], num_rounds: int) -> list[list[Sums]]:
-        with torch.no_grad(), loss_context(self.spread), evaluating(self.sharded):
+    def evaluate(self, feds: Iterable[Any], num_rounds: int) -> list[list[LossSums]]:
+        with torch.no_grad(), loss_context(self.parallel), evaluating(self.sharded):
             return [[sums] for sums in self._run(list(feds), self._schedule(num_rounds).eval)]
 
-    def _run(self, feds: list[Fed], run: Any) -> list[Sums]:
+    def _run(self, feds: list[ModuleInputs], run: Any) -> list[LossSums]:
         batch = concatenate(feds)
         losses: list[Tensor] = []
         options: dict[str, Any] = dict(batch.keywords)
@@ -90,7 +90,7 @@ class Pipelined:
             options |= {"target": batch.targets, "losses": losses}
         run(*[batch.inputs] if self.stages[0].number == 0 else [], **options)
         return [
-            Sums(loss.detach(), self.workload.num_tokens(fed.targets))
+            LossSums(loss.detach(), self.workload.num_tokens(fed.targets))
             for loss, fed in zip(losses, feds, strict=self.has_last)
         ]
 
@@ -108,14 +108,14 @@ class Pipelined:
         return self._schedules[num_rounds]
 
     def _loss(self, output: Tensor, targets: Tensor) -> Tensor:
-        return self.workload.loss(output, targets, self.spread)
+        return self.workload.loss(output, targets, self.parallel)
 
     def _stage(self, stage: Stage, module: nn.Module) -> Any:
         """Build a stage with the shapes of its input and output, which torch would otherwise infer
         with a pass."""
         first, stop = stage.layers.start, stage.layers.stop
         inputs, output = (
-            self.workload.flowing(layer, self.num_samples, self.spread) for layer in (first, stop)
+            self.workload.flowing(layer, self.num_samples, self.parallel) for layer in (first, stop)
         )
         return torch_pipelining().PipelineStage(
             module,

@@ -1,7 +1,7 @@
 """Buffers that forward passes update, in a pipeline.
 
 Stages have different buffers, and the passes of microbatches overlap. The rules are those of
-`pipelines.training.passes.moving_buffers`.
+`pipelines.training.passes.running_buffers`.
 """
 
 from __future__ import annotations

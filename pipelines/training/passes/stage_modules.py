@@ -9,7 +9,7 @@ from torch import nn
 from elastic.geometry.layout import Layout
 from elastic.geometry.pipeline_stages import deal_layers
 from pipelines.settings import TrainSettings
-from pipelines.training.workload.spread import Spread
+from pipelines.training.workload.parallel_groups import ParallelGroups
 from pipelines.training.workload.state import build_on_meta
 from pipelines.training.workload.workload import ModelShape, Workload
 
@@ -23,7 +23,11 @@ class Stage(NamedTuple):
 
 
 def build_stages(
-    workload: Workload, settings: TrainSettings, layout: Layout, pp_rank: int, spread: Spread
+    workload: Workload,
+    settings: TrainSettings,
+    layout: Layout,
+    pp_rank: int,
+    parallel: ParallelGroups,
 ) -> list[Stage]:
     """Build the stages of a pipeline rank on the meta device; without a pipeline there is one.
 
@@ -33,7 +37,7 @@ def build_stages(
     dealt = deal_layers(tuple(layer.cost for layer in shape.layers), layout.pp * layout.vp)
     stages = []
     for number in range(pp_rank, len(dealt), layout.pp):
-        module = build_on_meta(workload, settings, spread)
+        module = build_on_meta(workload, settings, parallel)
         _remove_other_layers(module, shape, dealt[number])
         if len(dealt) > 1:
             shape.make_stage(module, dealt[number])

@@ -11,7 +11,7 @@ from actors.distributed.torch_private import norms_of
 from actors.runtime.program import StateBytes
 from pipelines.settings import TrainSettings
 from pipelines.training.sharding.sharded import Sharded, storage_bytes
-from pipelines.training.workload.optimizer import LocalOptimizer, Optimizing, state_templates
+from pipelines.training.workload.optimizer import LocalOptimizer, OptimizerFactory, state_templates
 from pipelines.training.workload.state import buffers, optimizer_name, stored_dtype
 
 
@@ -22,21 +22,21 @@ class LocalState:
         self,
         sharded: Sharded,
         settings: TrainSettings,
-        optimising: Optimizing,
+        optimizer_factory: OptimizerFactory,
         device: torch.device,
     ) -> None:
         """Take modules on the meta device: shapes without values."""
         self.sharded = sharded
-        self.optimising = optimising
+        self.optimizer_factory = optimizer_factory
         self.device = device
         self._read_modules()
         num_dims = {name: shard.ndim for name, shard in self._trained().items()}
-        templates = state_templates(optimising, num_dims, stored_dtype(settings))
+        templates = state_templates(optimizer_factory, num_dims, stored_dtype(settings))
         optimizer_state = {
             name: {key: _like(self.shards[name], value) for key, value in template.items()}
             for name, template in templates.items()
         }
-        self.optimizer = LocalOptimizer(optimising, self._trained(), optimizer_state)
+        self.optimizer = LocalOptimizer(optimizer_factory, self._trained(), optimizer_state)
 
     def tensors(self) -> dict[str, Tensor]:
         """The live state without the gradients."""
@@ -69,7 +69,7 @@ class LocalState:
         for name, state in optimizer_state.items():
             device = self.shards[name].device
             optimizer_state[name] = {key: value.to(device) for key, value in state.items()}
-        self.optimizer = LocalOptimizer(self.optimising, self._trained(), optimizer_state)
+        self.optimizer = LocalOptimizer(self.optimizer_factory, self._trained(), optimizer_state)
 
     def gradients(self) -> dict[str, Tensor]:
         """The local shards of the reduced gradients, without parameters that have none."""

@@ -16,10 +16,10 @@ from elastic.protocol.votes import Vote
 from pipelines.settings import TrainSettings
 from pipelines.training.custom.custom_pipelined import CustomPipelined
 from pipelines.training.passes.evaluation import evaluate
-from pipelines.training.passes.moving_buffers import MovingBuffers
-from pipelines.training.passes.passes import OneByOne, Passes
+from pipelines.training.passes.passes import Passes, SequentialPasses
 from pipelines.training.passes.pipeline import Pipelined
 from pipelines.training.passes.prefetch import SamplePrefetch
+from pipelines.training.passes.running_buffers import RunningBuffers
 from pipelines.training.passes.stage_buffers import StageBuffers
 from pipelines.training.passes.stage_modules import Stage, build_stages
 from pipelines.training.replica.local_state import LocalState
@@ -31,10 +31,10 @@ from pipelines.training.tensor.tensor_parallel import (
     reduce_partial_gradients,
 )
 from pipelines.training.workload.data_shard import DataShard, microbatch_sample_ids
+from pipelines.training.workload.parallel_groups import ParallelGroups
 from pipelines.training.workload.sample_order import samples_of
 from pipelines.training.workload.seeds import seed_device
-from pipelines.training.workload.spread import Spread
-from pipelines.training.workload.state import buffers, build_on_meta, optimising_of
+from pipelines.training.workload.state import buffers, build_on_meta, optimizer_factory_of
 from pipelines.training.workload.workload import PADDING, Workload
 
 NORM_EPS = 1e-6
@@ -50,34 +50,34 @@ class ShardedReplica:
         self.groups = groups
         self.data_shard = DataShard.of(groups)
         self.prefetch = SamplePrefetch(workload, settings, self.data_shard)
-        self.spread = Spread.of(groups, workload.seq_len)
-        stages = build_stages(workload, settings, groups.layout, groups.place.pp, self.spread)
+        self.parallel = ParallelGroups.of(groups, workload.seq_len)
+        stages = build_stages(workload, settings, groups.layout, groups.place.pp, self.parallel)
         modules = [stage.module for stage in stages]
-        self.sharded = parallelize(modules, workload, groups, self.spread, settings)
+        self.sharded = parallelize(modules, workload, groups, self.parallel, settings)
         blocks = [block for module in modules for block in workload.blocks(module)]
         self.interrupt_hooks = InterruptHooks(blocks, groups.device)
-        optimising = optimising_of(workload, settings)
-        self.state = LocalState(self.sharded, settings, optimising, groups.device)
-        self.moving: MovingBuffers | StageBuffers
+        optimizer_factory = optimizer_factory_of(workload, settings)
+        self.state = LocalState(self.sharded, settings, optimizer_factory, groups.device)
+        self.moving: RunningBuffers | StageBuffers
         self.passes: Passes
         if groups.layout.pp > 1:
             all_buffers = dict(buffers(build_on_meta(workload, settings)))
             moving = StageBuffers(modules, all_buffers, groups.world, groups.device)
             self.moving, self.passes = moving, self._pipeline_passes(stages, moving)
         else:
-            whole = MovingBuffers(modules, groups.world)
+            whole = RunningBuffers(modules, groups.world)
             self.moving, self.passes = whole, self._passes(whole)
         self.samples: Mapping[int, Sequence[int]] = {}
         self.step_statistics = Statistics(workload, settings, groups, self.state)
         self.partial_gradients = partial_gradient_names(
-            self.state.shards, workload.shape(), self.spread
+            self.state.shards, workload.shape(), self.parallel
         )
 
-    def _passes(self, moving: MovingBuffers) -> Passes:
-        return OneByOne(self.workload, self.sharded, self.spread, moving)
+    def _passes(self, moving: RunningBuffers) -> Passes:
+        return SequentialPasses(self.workload, self.sharded, self.parallel, moving)
 
     def _pipeline_passes(self, stages: Sequence[Stage], moving: StageBuffers) -> Passes:
-        args = (self.workload, stages, self.sharded, self.groups, self.spread, self.settings)
+        args = (self.workload, stages, self.sharded, self.groups, self.parallel, self.settings)
         own_loss = self.workload.own_loss
         if own_loss is not None:
             return CustomPipelined(*args, own_loss=own_loss, moving=moving)
@@ -110,15 +110,15 @@ class ShardedReplica:
         self.moving.begin()
         self.sharded.gather(interrupt)
         results = self.passes.train(feds, len(rounds))
-        if self.spread.counts_loss and results:
+        if self.parallel.counts_loss and results:
             for index, values in enumerate(zip(*results, strict=True)):
                 sums[index] = torch.stack(values).double().sum()
         self.sharded.reduce(interrupt)
         self.moving.reduce()
-        if self.spread.tp is not None and self.partial_gradients:
+        if self.parallel.tp is not None and self.partial_gradients:
             gradients = self.state.gradients()
             partial = [gradients[name] for name in self.partial_gradients]
-            reduce_partial_gradients(partial, self.spread.tp)
+            reduce_partial_gradients(partial, self.parallel.tp)
         self.step_statistics.note_gradients()
         sums[2] = self.state.squared_norm()
         return sums
@@ -129,13 +129,13 @@ class ShardedReplica:
 
         If the gradients of any rank are not finite, parameters do not change.
         """
-        rate = self.state.optimising.rate(step)
+        rate = self.state.optimizer_factory.rate(step)
         skipped = vote.num_nonfinite > 0 or vote.num_tokens == 0 or not math.isfinite(rate)
         norm = None
         self.step_statistics.before_step()
         if not skipped:
             norm = math.sqrt(vote.sq_grad_norm) / vote.num_tokens
-            max_norm = self.state.optimising.max_grad_norm
+            max_norm = self.state.optimizer_factory.max_grad_norm
             clip = 1.0 if max_norm is None else min(1.0, max_norm / (norm + NORM_EPS))
             gradients = self.state.gradients()
             scale_tensors(list(gradients.values()), clip / vote.num_tokens)
@@ -162,7 +162,7 @@ class ShardedReplica:
             self.workload,
             self.settings,
             self.data_shard,
-            self.spread,
+            self.parallel,
             self.groups,
             interrupt,
         )
@@ -172,15 +172,15 @@ class ShardedReplica:
         return self.state.state_bytes()
 
     def _feed_microbatch(self, step: int, microbatch: int | None) -> Any:
-        device, spread = self.groups.device, self.spread
+        device, parallel = self.groups.device, self.parallel
         if microbatch is None:
             full_size = self.settings.microbatch if self.passes.needs_full_size else 0
-            return self.workload.feed(self.workload.empty(full_size), device, spread, PADDING)
+            return self.workload.feed(self.workload.empty(full_size), device, parallel, PADDING)
         seed = microbatch_seed(self.settings.seed, step, microbatch)
         seed_device(device, seed)
         interrupt = self.interrupt_hooks.interrupt
         batch = self.workload.read(self.samples[microbatch], interrupt=interrupt)
-        return self.workload.feed(batch, device, spread, seed)
+        return self.workload.feed(batch, device, parallel, seed)
 
     def _draw_samples(
         self, step: int, rounds: Sequence[int | None], skipped_batches: Sequence[int]
@@ -193,7 +193,7 @@ class ShardedReplica:
             for microbatch in own
             for sample_id in microbatch_sample_ids(settings, step, microbatch, skipped_batches)
         ]
-        if settings.record_samples and self.spread.records_samples:
+        if settings.record_samples and self.parallel.records_samples:
             generation = self.groups.assignment.generation
             append_samples(settings.record_samples, step, generation, self.groups.world_rank, ids)
         samples = samples_of(settings.seed, ids, self.workload.num_samples)

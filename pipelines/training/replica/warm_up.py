@@ -44,7 +44,7 @@ def warm_up(
     """
     torch_pipelining()
     miniature = workload.miniature()
-    microbatch = settings.microbatch if miniature.keeps_its_size else 1
+    microbatch = settings.microbatch if miniature.has_constant_size else 1
     changes = {"batch": 2 * microbatch, "microbatch": microbatch, "eval_samples": 1}
     small = settings.model_copy(update=changes | {"record_samples": None, "compile": False})
     with group_of_one(device) as groups:

@@ -19,7 +19,7 @@ from pipelines.training.sharding.sharded import Sharded, bring_constants
 from pipelines.training.sharding.zero import ZeroSharded
 from pipelines.training.tensor.tensor_parallel import parallelize_modules
 from pipelines.training.tensor.unsharded_hidden import parallelize_parameters
-from pipelines.training.workload.spread import Spread
+from pipelines.training.workload.parallel_groups import ParallelGroups
 from pipelines.training.workload.trees import tensors_in
 from pipelines.training.workload.workload import Workload
 
@@ -28,7 +28,7 @@ def parallelize(
     modules: Sequence[nn.Module],
     workload: Workload,
     groups: Groups,
-    spread: Spread,
+    parallel: ParallelGroups,
     settings: TrainSettings,
 ) -> Sharded:
     """Shard the modules of a rank's stages over `tp`, then over `fsdp` by the layout's ZeRO stage.
@@ -38,12 +38,12 @@ def parallelize(
     """
     for module in modules:
         bring_constants(module, groups.device)
-        if spread.tp is not None:
+        if parallel.tp is not None:
             shape = workload.shape()
             if shape.sequence_parallel:
-                parallelize_modules(module, shape, spread.tp, spread.num_held)
+                parallelize_modules(module, shape, parallel.tp, parallel.num_held)
             else:
-                parallelize_parameters(module, shape, spread.tp)
+                parallelize_parameters(module, shape, parallel.tp)
         for block in workload.blocks(module):
             _wrap_forward(block, settings)
     fully = groups.layout.zero == 3 and not _has_full_parameters(groups)

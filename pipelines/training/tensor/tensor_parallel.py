@@ -26,7 +26,7 @@ from torch.nn import functional
 
 from elastic.geometry.regions import chunk_interval
 from pipelines.training.tensor.sequence_shards import SequenceShards
-from pipelines.training.workload.spread import Spread
+from pipelines.training.workload.parallel_groups import ParallelGroups
 from pipelines.training.workload.workload import ModelShape, Style
 
 PLACEMENTS: dict[Style, Placement] = {
@@ -71,11 +71,11 @@ def vocab_parallel_logits(logits: Tensor, mesh: DeviceMesh, vocab_size: int) -> 
 
 
 def partial_gradient_names(
-    parameters: Iterable[str], shape: ModelShape, spread: Spread
+    parameters: Iterable[str], shape: ModelShape, parallel: ParallelGroups
 ) -> list[str]:
     """The parameters (of norms) whose gradients are partial over `tp`: each rank has only those of
     its own tokens or heads."""
-    if spread.tp is None:
+    if parallel.tp is None:
         return []
     partial_styles = ("sequence", "partial")
     return [

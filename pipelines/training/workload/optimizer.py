@@ -14,7 +14,7 @@ from pipelines.settings import OptimizerSettings
 from pipelines.settings.errors import UserError
 
 
-class Optimizing(Protocol):
+class OptimizerFactory(Protocol):
     """An optimizer and its learning rate schedule, the same for every shard of every layout."""
 
     @property
@@ -33,7 +33,7 @@ class Optimizing(Protocol):
 
 
 class AdamWBySettings:
-    """AdamW from a run's settings, with weight decay on matrices only. See `Optimizing`."""
+    """AdamW from a run's settings, with weight decay on matrices only. See `OptimizerFactory`."""
 
     def __init__(self, settings: OptimizerSettings) -> None:
         self.settings = settings
@@ -80,7 +80,7 @@ def learning_rate(settings: OptimizerSettings, step: int) -> float:
 
 
 def state_templates(
-    optimising: Optimizing, num_dims: Mapping[str, int], dtype: torch.dtype
+    optimizer_factory: OptimizerFactory, num_dims: Mapping[str, int], dtype: torch.dtype
 ) -> dict[str, dict[str, Tensor]]:
     """The optimizer state of parameters of these names and numbers of dims.
 
@@ -93,7 +93,7 @@ def state_templates(
     }
     for weight in small.values():
         weight.grad = torch.zeros_like(weight)
-    optimizer = optimising.build(list(small.items()))
+    optimizer = optimizer_factory.build(list(small.items()))
     optimizer.step()
     templates = {
         name: {key: value for key, value in optimizer.state[weight].items() if value is not None}
@@ -131,13 +131,13 @@ class LocalOptimizer:
 
     def __init__(
         self,
-        optimising: Optimizing,
+        optimizer_factory: OptimizerFactory,
         shards: Mapping[str, Tensor],
         state: Mapping[str, dict[str, Tensor]],
     ) -> None:
         """Take the local shards, and the state of each by the keys of `state_templates`."""
         self.shards = dict(shards)
-        self.optimizer = optimising.build(list(shards.items()))
+        self.optimizer = optimizer_factory.build(list(shards.items()))
         self.initial_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
         for name, shard in shards.items():
             self.optimizer.state[shard] = dict(state[name])

@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from elastic.geometry.regions import Region
 from elastic.geometry.tensor_specs import Kind, TensorSpec
 from pipelines.settings import TrainSettings
-from pipelines.training.workload.optimizer import AdamWBySettings, Optimizing, state_templates
-from pipelines.training.workload.spread import ALONE, Spread
+from pipelines.training.workload.optimizer import AdamWBySettings, OptimizerFactory, state_templates
+from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups
 from pipelines.training.workload.workload import ModelShape, Style, Workload, nothing
 
 OPTIMIZER = "optimizer."
@@ -30,15 +30,17 @@ def stored_dtype(settings: TrainSettings) -> torch.dtype:
     return torch.float64 if settings.dtype == "float64" else torch.float32
 
 
-def optimising_of(workload: Workload, settings: TrainSettings) -> Optimizing:
+def optimizer_factory_of(workload: Workload, settings: TrainSettings) -> OptimizerFactory:
     """The workload's optimizer, or AdamW from the settings."""
-    return workload.optimising or AdamWBySettings(settings.optimizer)
+    return workload.optimizer_factory or AdamWBySettings(settings.optimizer)
 
 
-def build_on_meta(workload: Workload, settings: TrainSettings, spread: Spread = ALONE) -> nn.Module:
+def build_on_meta(
+    workload: Workload, settings: TrainSettings, parallel: ParallelGroups = ALONE
+) -> nn.Module:
     """The workload's module on the meta device: shapes without values."""
     with torch.device("meta"):
-        return workload.module(spread).to(stored_dtype(settings))
+        return workload.module(parallel).to(stored_dtype(settings))
 
 
 def state_specs(workload: Workload, settings: TrainSettings) -> tuple[TensorSpec, ...]:
@@ -53,7 +55,7 @@ def state_specs(workload: Workload, settings: TrainSettings) -> tuple[TensorSpec
     specs = [builder.spec(name, value, "parameter") for name, value in parameters.items()]
     specs += [builder.spec(name, value, "buffer") for name, value in buffers(module)]
     templates = state_templates(
-        optimising_of(workload, settings), trained_dims(module), stored_dtype(settings)
+        optimizer_factory_of(workload, settings), trained_dims(module), stored_dtype(settings)
     )
     for name, template in templates.items():
         parameter = parameters[name]

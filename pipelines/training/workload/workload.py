@@ -12,8 +12,8 @@ from torch import Tensor, nn
 
 from elastic.geometry.model_limits import Limits
 from elastic.geometry.regions import Region
-from pipelines.training.workload.optimizer import Optimizing
-from pipelines.training.workload.spread import ALONE, Spread
+from pipelines.training.workload.optimizer import OptimizerFactory
+from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups
 
 Style = Literal[
     "colwise", "rowwise", "sequence", "gather", "vocabulary", "logits", "replicated", "partial"
@@ -83,7 +83,7 @@ def nothing() -> None:
     """The `interrupt` that never raises."""
 
 
-class Fed(NamedTuple):
+class ModuleInputs(NamedTuple):
     """The tensors of one microbatch for a rank's module, on its device, with samples in dim 0.
 
     `inputs` go to the first pipeline stage, `keywords` (on the host) to every stage, `targets` to
@@ -95,7 +95,7 @@ class Fed(NamedTuple):
     targets: Tensor
 
 
-class Sums(NamedTuple):
+class LossSums(NamedTuple):
     """The loss sum and the number of tokens of a microbatch, as this rank counts them."""
 
     loss: Tensor
@@ -108,11 +108,11 @@ class OutputLoss(Protocol):
     def num_tokens(self, targets: Tensor) -> Tensor:
         """The number of losses of these targets; the step's gradient is divided by their total."""
 
-    def loss(self, output: Tensor, targets: Tensor, spread: Spread) -> Tensor:
+    def loss(self, output: Tensor, targets: Tensor, parallel: ParallelGroups) -> Tensor:
         """The sum (never the mean) of the losses, shape ()."""
 
 
-Metric = Callable[[nn.Module, Any, Spread], Sums]
+Metric = Callable[[nn.Module, Any, ParallelGroups], LossSums]
 """A function of a module and of `Workload.feed`'s result, with the signature of `losses`."""
 
 
@@ -137,7 +137,7 @@ class Workload(OutputLoss, Protocol):
     """One kind of training job.
 
     Its batch type is private: `read` returns it, `feed` takes it. So is the type of a microbatch:
-    `feed` returns it (`Fed`, unless `own_loss` is set), `losses` and `metrics` take it.
+    `feed` returns it (`ModuleInputs`, unless `own_loss` is set), `losses` and `metrics` take it.
     """
 
     @property
@@ -157,7 +157,7 @@ class Workload(OutputLoss, Protocol):
         """Tokens of a sample; 1 where samples are not sequences."""
 
     @property
-    def optimising(self) -> Optimizing | None:
+    def optimizer_factory(self) -> OptimizerFactory | None:
         """The optimizer and its schedule; None: AdamW from the run's settings."""
 
     @property
@@ -165,7 +165,7 @@ class Workload(OutputLoss, Protocol):
         """Evaluation metrics besides the loss, by name."""
 
     @property
-    def keeps_its_size(self) -> bool:
+    def has_constant_size(self) -> bool:
         """Whether microbatches always have full size, including those of `miniature` and
         `empty`."""
 
@@ -177,7 +177,7 @@ class Workload(OutputLoss, Protocol):
     def own_loss(self) -> OwnLoss | None:
         """The loss for a pipeline, if it calls the module itself; None if it is `loss`."""
 
-    def module(self, spread: Spread = ALONE) -> nn.Module:
+    def module(self, parallel: ParallelGroups = ALONE) -> nn.Module:
         """Build a module. It is called under the meta device, so values set here are lost.
 
         A child that a pipeline stage lacks is None or, in a `ModuleDict`, missing.
@@ -208,7 +208,7 @@ class Workload(OutputLoss, Protocol):
         """
 
     def reach(self) -> None:
-        """Check that the data can be read on this machine. Raises `UnfitMachine`."""
+        """Check that the data can be read on this machine. Raises `UnsuitableMachine`."""
 
     def prefetch(self, samples: Sequence[int], held_out: bool = False) -> None:
         """Start to fetch samples that will be read soon; returns at once."""
@@ -226,16 +226,16 @@ class Workload(OutputLoss, Protocol):
         """A batch with loss 0 and gradient 0: `num_samples` samples of full size, or, for 0, a
         batch of the smallest size."""
 
-    def feed(self, batch: Any, device: torch.device, spread: Spread, seed: int) -> Any:
+    def feed(self, batch: Any, device: torch.device, parallel: ParallelGroups, seed: int) -> Any:
         """This rank's part of a batch. `seed` is the microbatch's, negative for padding."""
 
-    def losses(self, module: nn.Module, fed: Any, spread: Spread) -> Sums:
+    def losses(self, module: nn.Module, fed: Any, parallel: ParallelGroups) -> LossSums:
         """Run `feed`'s result through a full module; return the sum and the number of losses.
 
         `output_losses` implements it with those of `OutputLoss`, which only a pipeline needs.
         """
 
-    def flowing(self, layer: int, num_samples: int, spread: Spread) -> Tensor:
+    def flowing(self, layer: int, num_samples: int, parallel: ParallelGroups) -> Tensor:
         """A meta tensor like the input of a layer, or like the output of the last layer."""
 
     def miniature(self) -> Workload:
@@ -243,18 +243,20 @@ class Workload(OutputLoss, Protocol):
 
 
 def forward_loss(
-    workload: OutputLoss, module: nn.Module, fed: Fed, spread: Spread = ALONE
+    workload: OutputLoss, module: nn.Module, fed: ModuleInputs, parallel: ParallelGroups = ALONE
 ) -> Tensor:
     """The loss sum of one microbatch through a full module."""
-    return workload.loss(module(fed.inputs, **fed.keywords), fed.targets, spread)
+    return workload.loss(module(fed.inputs, **fed.keywords), fed.targets, parallel)
 
 
-def output_losses(workload: OutputLoss, module: nn.Module, fed: Fed, spread: Spread) -> Sums:
+def output_losses(
+    workload: OutputLoss, module: nn.Module, fed: ModuleInputs, parallel: ParallelGroups
+) -> LossSums:
     """`Workload.losses` for a loss that is a function of the module's output and the targets."""
-    return Sums(forward_loss(workload, module, fed, spread), workload.num_tokens(fed.targets))
+    return LossSums(forward_loss(workload, module, fed, parallel), workload.num_tokens(fed.targets))
 
 
-def concatenate(feds: Sequence[Fed]) -> Fed:
+def concatenate(feds: Sequence[ModuleInputs]) -> ModuleInputs:
     """Concatenate microbatches along dim 0; a keyword that some of them lack is 0 there."""
     if len(feds) == 1:
         return feds[0]
@@ -266,8 +268,8 @@ def concatenate(feds: Sequence[Fed]) -> Fed:
     inputs, targets = (
         torch.cat(parts) for parts in zip(*[(f[0], f[2]) for f in feds], strict=True)
     )
-    return Fed(inputs, keywords, targets)
+    return ModuleInputs(inputs, keywords, targets)
 
 
-def _zeros_like(value: Tensor, fed: Fed) -> Tensor:
+def _zeros_like(value: Tensor, fed: ModuleInputs) -> Tensor:
     return value.new_zeros(len(fed.inputs), *value.shape[1:])

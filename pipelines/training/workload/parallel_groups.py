@@ -12,7 +12,7 @@ from pipelines.training.workload.ring import positions
 
 
 @dataclass(frozen=True)
-class Spread:
+class ParallelGroups:
     """The process groups that a model's layers use; the default is one rank without parallelism.
 
     `seq_len` is the length of full sequences, which `cp` and then `tp` shard. For a model with
@@ -33,7 +33,7 @@ class Spread:
     pp_rank: int = 0
 
     @classmethod
-    def of(cls, groups: Groups, seq_len: int) -> Spread:
+    def of(cls, groups: Groups, seq_len: int) -> ParallelGroups:
         layout, place, axes = groups.layout, groups.place, groups.mesh.mesh_dim_names or ()
         return cls(
             seq_len=seq_len,
@@ -70,4 +70,4 @@ class Spread:
         return self.tp_rank == self.cp_rank == self.pp_rank == 0
 
 
-ALONE = Spread()
+ALONE = ParallelGroups()

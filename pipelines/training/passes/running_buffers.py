@@ -46,7 +46,7 @@ class BufferGroup:
         return dict(zip(self.copies, parts, strict=True))
 
 
-class MovingBuffers:
+class RunningBuffers:
     """The updated buffers of one rank's modules.
 
     A buffer that passes update must change in the first step of a generation, as any running
