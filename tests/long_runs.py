@@ -63,11 +63,11 @@ SAVING_S = 1.0
 """The extra time of a step during which a checkpoint is written."""
 
 
-def users_policy(num_workers: int) -> Policy:
+def long_run_policy(num_workers: int) -> Policy:
     return policy_of(TrainSettings(), num_workers - 1, num_workers, "long")
 
 
-POLICY = users_policy(NUM_WORKERS)
+POLICY = long_run_policy(NUM_WORKERS)
 
 
 @dataclass(frozen=True)

@@ -139,7 +139,7 @@ def make_workload(
             return CausalLMWorkload(settings.model, *splits, dtype, settings.lora)
         case CustomModelSettings():
             if recipe is None:
-                raise UserError("model.kind=own: a custom model needs a `Recipe`; give one")
+                raise UserError("model.kind=custom: a custom model needs a `Recipe`; give one")
             return CustomWorkload(replace(recipe, settings=settings), most_bytes)
         case _:
             assert_never(settings.model)

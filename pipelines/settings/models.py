@@ -108,7 +108,7 @@ class HuggingFaceSettings(Settings):
 class CustomModelSettings(Settings):
     """A custom module, built by a `pipelines.settings.recipe.Recipe`."""
 
-    kind: Literal["own"] = setting("own", KIND)
+    kind: Literal["custom"] = setting("custom", KIND)
 
 
 class LoraSettings(Settings):

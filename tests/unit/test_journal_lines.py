@@ -16,7 +16,7 @@ from long_runs import (
     answers_to,
     opening,
     step_of,
-    users_policy,
+    long_run_policy,
 )
 
 from elastic.controller.core import Core
@@ -91,7 +91,7 @@ def test_journal_of_1000_workers_stays_within_its_bytes_per_step(
     tmp_path: Path,
 ) -> None:
     """One worker is a straggler all the time."""
-    num_steps, policy = 3_000, users_policy(NUM_MANY_WORKERS)
+    num_steps, policy = 3_000, long_run_policy(NUM_MANY_WORKERS)
     LongRun(tmp_path / "run", num_steps, policy=policy, slow_rank=1).write()
     texts = lines_of(tmp_path / "run")
     resumed = next(i for i, text in enumerate(texts) if '"command": "Resume"' in text)
@@ -121,7 +121,7 @@ def test_short_reports_of_compute_times_replay_to_the_same_state(
     tmp_path: Path,
 ) -> None:
     """Each report has the straggler; only some have the times of the others."""
-    policy = replace(users_policy(32), straggler_reports=10**6)
+    policy = replace(long_run_policy(32), straggler_reports=10**6)
     run = LongRun(tmp_path / "run", 910, 20.0, policy, slow_rank=1)
     run.write()
     held_lines = run.writer.before(Woke(), run.core.state)

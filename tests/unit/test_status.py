@@ -78,7 +78,7 @@ def status_json(capsys: pytest.CaptureFixture[str], run: WrittenRun) -> dict[str
 
 
 @pytest.mark.parametrize(
-    ("kind", "unit"), [("own", "samples"), ("mlp", "samples"), ("transformer", "tokens")]
+    ("kind", "unit"), [("custom", "samples"), ("mlp", "samples"), ("transformer", "tokens")]
 )
 def test_speed_counts_samples_or_tokens_by_model(
     run: WrittenRun, capsys, kind: str, unit: str

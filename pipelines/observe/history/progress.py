@@ -10,7 +10,7 @@ from typing import Any
 RECENT_S = 20.0
 MAX_RECENT = 1000
 """Throughput is computed over the newest rows: about `RECENT_S` and at most `MAX_RECENT` rows."""
-MODELS_OF_SAMPLES = ("mlp", "own")
+MODELS_OF_SAMPLES = ("mlp", "custom")
 """Kinds of models whose batches are counted in samples; all others count tokens."""
 
 
