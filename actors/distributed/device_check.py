@@ -63,7 +63,9 @@ class DeviceCheck:
         return None
 
 
-def prove(make: Callable[[], Callable[[], None]], limit_s: float = LIMIT_S) -> DeviceCheck:
+def begin_device_check(
+    make: Callable[[], Callable[[], None]], limit_s: float = LIMIT_S
+) -> DeviceCheck:
     """Create the device check for the computation that `make` returns, and run it once.
 
     `make` runs within the time limit as well, since it may block on the device. Raises

@@ -38,7 +38,9 @@ class TimedNotice:
     left_s: float | None
 
 
-def see(notice: Notice | None, wall: Callable[[], float] = time.time) -> TimedNotice | None:
+def with_time_left(
+    notice: Notice | None, wall: Callable[[], float] = time.time
+) -> TimedNotice | None:
     """A notice with the time that is left by this machine's `wall` clock."""
     if notice is None:
         return None

@@ -12,7 +12,7 @@ import torch
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.ray_backend.driver import join_existing_cluster
-from actors.runtime.sources import digest_of_sources
+from actors.runtime.code_digest import digest_of_sources
 
 PATIENCE_S = 60.0
 """The time for a process to start and import torch on a node."""

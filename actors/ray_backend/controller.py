@@ -21,9 +21,9 @@ from actors.ray_backend.cluster.head_watch import HeadWatch
 from actors.ray_backend.cluster.node_labels import head_host
 from actors.ray_backend.fleet import RayFleet
 from actors.ray_backend.observers import start_observers
+from actors.runtime.code_digest import digest_of_sources
 from actors.runtime.network import Network, listen, listen_address
 from actors.runtime.orphan_guard import OrphanGuard, end_process
-from actors.runtime.sources import digest_of_sources
 from actors.storage.errors import RunRefused, UnsuitableMachine
 from actors.storage.file_names import SYSTEM
 from actors.storage.line_logs import LineLog

@@ -14,7 +14,7 @@ import ray
 from actors.controller.layout_requests import LayoutReply
 from actors.controller.run import RunSpec
 from actors.ray_backend.actor_names import NAMESPACE, actor_names, actor_of
-from actors.ray_backend.cluster.connection import in_one_line, join, knock
+from actors.ray_backend.cluster.connection import check_reachable, in_one_line, join
 from actors.ray_backend.cluster.ray_private import (
     ON_HEAD,
     SYSTEM_CONFIG,
@@ -28,8 +28,8 @@ from actors.ray_backend.cluster.sessions import Guard
 from actors.ray_backend.controller import CONTROLLER_GROUPS, DriverReport, RayController
 from actors.storage.errors import (
     ClusterNotStarted,
-    ControllerAway,
     ControllerLost,
+    ControllerRestarting,
     RunNotDriven,
     RunRefused,
     RunTaken,
@@ -193,7 +193,7 @@ def _leave_ray(is_head_gone: bool) -> None:
 def is_head_gone() -> bool:
     """Whether nothing listens at the address of the GCS of the cluster that was joined."""
     try:
-        knock(ray.get_runtime_context().gcs_address)
+        check_reachable(ray.get_runtime_context().gcs_address)
     except OSError:
         return True
     return False
@@ -276,7 +276,7 @@ class Drive:
                     raise ControllerLost(LOST_WITH_HEAD)
             try:
                 progress, answered_at = _answer(query), time.monotonic()
-            except ControllerAway as error:
+            except ControllerRestarting as error:
                 if time.monotonic() - answered_at > RESTART_PATIENCE_S:
                     raise ControllerLost(str(error)) from None
                 if is_head_gone():  # Ray cannot restart it
@@ -335,7 +335,7 @@ def _call(send: Callable[[], Any], timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
     while True:
         try:
             return _answer(send(), timeout_s)
-        except ControllerAway as error:
+        except ControllerRestarting as error:
             if time.monotonic() - began > RESTART_PATIENCE_S:
                 raise ControllerLost(str(error)) from None
             time.sleep(SHOW_EVERY_S)
@@ -343,11 +343,11 @@ def _call(send: Callable[[], Any], timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
 
 def _answer(call: Any, timeout_s: float = ANSWER_TIMEOUT_S) -> Any:
     """The answer to a call of the controller. Raises `RunTaken`, `RunRefused`, `ControllerLost`, or
-    `ControllerAway` if the controller may restart."""
+    `ControllerRestarting` if the controller may restart."""
     try:
         return ray.get(call, timeout=timeout_s)
     except ray.exceptions.ActorUnavailableError as error:
-        raise ControllerAway(str(error).strip().splitlines()[-1]) from None
+        raise ControllerRestarting(str(error).strip().splitlines()[-1]) from None
     except ray.exceptions.RayError as error:
         lines = [line.strip() for line in str(error).splitlines() if line.strip()]
         for kind in (RunTaken, RunRefused):

@@ -17,7 +17,7 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.controller.fleet import missing
-from actors.notices import TimedNotice, see, watch_this_machine
+from actors.notices import TimedNotice, watch_this_machine, with_time_left
 from actors.ray_backend.actor_losses import (
     cause_of,
     end_unreachable,
@@ -363,7 +363,7 @@ class RayFleet:
                 self._keep_agents()
             nodes = with_workers | self._servers.nodes
             if self._node in nodes:
-                self._drains.take(self._node, see(self._watcher.notice))
+                self._drains.take(self._node, with_time_left(self._watcher.notice))
             with suppress(ray.exceptions.RayError):  # try again at the next interval
                 self._drains.exchange(nodes)
 

@@ -17,7 +17,7 @@ import psutil
 import ray
 
 from actors.controller.fleet import process_state
-from actors.notices import TimedNotice, see, watch_this_machine
+from actors.notices import TimedNotice, watch_this_machine, with_time_left
 from actors.ray_backend.cluster.node_labels import head_host, node_type_here, place_here
 from actors.ray_backend.cluster.sessions import ignore_signals
 from actors.ray_backend.detached_actor import DetachedActor
@@ -183,4 +183,4 @@ class RayAgent:
     def hear(self) -> TimedNotice | None:
         """Note the controller's greeting, and return this machine's termination notice, if any."""
         self._orphan_guard.hear()
-        return see(self._watcher.notice)
+        return with_time_left(self._watcher.notice)

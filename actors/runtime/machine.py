@@ -29,7 +29,7 @@ def keep_freed_memory() -> None:
         mallopt(M_MMAP_THRESHOLD, LARGEST_MMAP)
 
 
-def drop_tiny_numbers() -> None:
+def flush_denormals() -> None:
     """Make the processor treat subnormal numbers as 0, on this thread.
 
     Adam's moments of a weight without gradient become subnormal after some hundred steps, and a CPU

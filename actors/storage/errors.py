@@ -42,7 +42,7 @@ class ControllerLost(RuntimeError):
     """The controller process is gone for good: the run stops until it is resumed."""
 
 
-class ControllerAway(RuntimeError):
+class ControllerRestarting(RuntimeError):
     """The controller process is gone, and Ray is about to restart it."""
 
 

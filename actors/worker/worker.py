@@ -21,13 +21,13 @@ from typing import Any, assert_never
 import psutil
 import torch
 
-from actors.distributed.device_check import kernel_on, prove
+from actors.distributed.device_check import begin_device_check, kernel_on
 from actors.distributed.groups import Formation
 from actors.distributed.stall import StallDetector
 from actors.distributed.torch_private import groups_in_use
 from actors.runtime.factory import Factory
 from actors.runtime.interruption import Interruption, SaveRequest
-from actors.runtime.machine import drop_tiny_numbers, keep_freed_memory, peak_bytes, sample
+from actors.runtime.machine import flush_denormals, keep_freed_memory, peak_bytes, sample
 from actors.runtime.network import choose_interface
 from actors.runtime.program import Program
 from actors.storage.errors import DamagedCheckpoint, Interrupted
@@ -143,7 +143,7 @@ class Worker:
 
     def _serve(self) -> None:
         """The training thread: the only one that touches the model and torch.distributed."""
-        drop_tiny_numbers()  # before torch starts its threads, which inherit the setting
+        flush_denormals()  # before torch starts its threads, which inherit the setting
         try:
             self._warm_up()
         except BaseException as error:  # the user's code may raise anything
@@ -152,7 +152,7 @@ class Worker:
         self._execute_all()
 
     def _execute_all(self) -> None:
-        drop_tiny_numbers()
+        flush_denormals()
         while not self._interruption.is_abandoned():
             order = self._orders.get()
             if order is None:
@@ -191,7 +191,7 @@ class Worker:
             keep_freed_memory()
         program.warm_up()
         if program.device.type == "cuda":
-            self._check_device = prove(partial(kernel_on, program.device)).failure
+            self._check_device = begin_device_check(partial(kernel_on, program.device)).failure
         self._trainer = Trainer(
             self.name, self._place.node, program, self._options, self._report, self._interruption
         )

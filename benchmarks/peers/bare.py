@@ -85,7 +85,9 @@ def set_learning_rate(optimizer: torch.optim.Optimizer, job: Job, step: int) -> 
         group["lr"] = learning_rate(job.settings.optimizer, step)
 
 
-def feds(job: Job, step: int, data_rank: int = 0, num_data_ranks: int = 1) -> list[ModuleInputs]:
+def microbatch_inputs(
+    job: Job, step: int, data_rank: int = 0, num_data_ranks: int = 1
+) -> list[ModuleInputs]:
     """A data rank's microbatches of a step."""
     settings, workload = job.settings, job.workload
     ids, size = batch_ids(step, settings.batch), settings.microbatch

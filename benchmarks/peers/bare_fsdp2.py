@@ -38,7 +38,7 @@ def make_step(job: bare.Job) -> bare.StepOf:
     optimizer = bare.make_optimizer(model.parameters(), job)
 
     def step_of(step: int) -> float:
-        own = bare.feds(job, step, dist.get_rank(), dist.get_world_size())
+        own = bare.microbatch_inputs(job, step, dist.get_rank(), dist.get_world_size())
         tokens = bare.num_tokens(job, own)
         total = torch.zeros(())
         for number, fed in enumerate(own, start=1):

@@ -47,7 +47,7 @@ def make_step(job: bare.Job) -> bare.StepOf:
 
     def step_of(step: int) -> float:
         nonlocal tokens_of_step
-        own = bare.feds(job, step)
+        own = bare.microbatch_inputs(job, step)
         tokens_of_step = bare.num_tokens(job, own)
         names = own[0].keywords
         keywords = {name: torch.cat([fed.keywords[name] for fed in own]) for name in names}

@@ -61,7 +61,7 @@ def make_step(job: bare.Job) -> bare.StepOf:
     optimizer = bare.make_optimizer(model.parameters(), job)
 
     def step_of(step: int) -> float:
-        own = bare.feds(job, step)
+        own = bare.microbatch_inputs(job, step)
         tokens = bare.num_tokens(job, own)
         total = torch.zeros(())
         with loss_parallel():

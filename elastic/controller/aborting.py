@@ -14,7 +14,7 @@ from elastic.controller.forming import form_or_end, retry_final_save
 from elastic.duties import catch_up
 from elastic.duties.catch_up import note_vote, record_all
 from elastic.duties.checkpoints import stop
-from elastic.duties.hang_timeouts import choose_workers_to_stop, next_stop_time
+from elastic.duties.hang_recovery import choose_workers_to_stop, next_stop_time
 from elastic.duties.membership import forget, participants, reject_unfit_worker
 from elastic.duties.poison_batches import break_guard, find_poison_batch
 from elastic.duties.recovery import find_live_state

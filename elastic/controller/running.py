@@ -6,8 +6,8 @@ from elastic.controller.drain import drain_at_once, is_too_late_to_pause, member
 from elastic.controller.forming import form_or_end
 from elastic.controller.growth import note_pause, should_grow
 from elastic.duties import catch_up
-from elastic.duties.checkpoints import expect_parts, note_loss
-from elastic.duties.hang_timeouts import hang_patience_s
+from elastic.duties.checkpoints import expect_parts, note_held_out_loss
+from elastic.duties.hang_recovery import hang_patience_s
 from elastic.duties.layout_requests import changes_layout
 from elastic.duties.loss_monitor import commit, warn_of_evaluation
 from elastic.duties.membership import note_change
@@ -90,7 +90,7 @@ def on_progressed(
     if not isinstance(event, Evaluated):
         return []
     state.evaluated_step = max(state.evaluated_step, event.step)
-    note_loss(state, event)
+    note_held_out_loss(state, event)
     return warn_of_evaluation(event)
 
 

@@ -184,7 +184,7 @@ def on_stored(state: ControllerState, event: Checkpointed | CheckpointsRemoved) 
     return commands
 
 
-def note_loss(state: ControllerState, event: Evaluated) -> None:
+def note_held_out_loss(state: ControllerState, event: Evaluated) -> None:
     """Note the held-out loss of a step that is saved or being saved. A checkpoint without a finite
     loss is never among the best."""
     if event.loss is None:

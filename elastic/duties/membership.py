@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from elastic.duties.poison_batches import note_loss
+from elastic.duties.poison_batches import note_lost_worker
 from elastic.duties.uploads import break_uploads
 from elastic.protocol.commands import Command, StartWorkers, StopWorker, Warned
 from elastic.protocol.controller_state import ControllerState
@@ -76,7 +76,7 @@ def forget(
         _count_start_failure(state, now, cause, outcome)
     if worker not in state.membership.draining and worker in state.live.members():
         note_change(state, now)
-        note_loss(state, worker)
+        note_lost_worker(state, worker)
         state.checkpoints.costs.note_failure(state.generation)
     del state.membership.records[worker]
     state.membership.warm.discard(worker)

@@ -18,7 +18,7 @@ NUM_TIMES = 4
 coincidence is less than one in the cube of the number of data ranks."""
 
 
-def note_loss(state: ControllerState, worker: str) -> None:
+def note_lost_worker(state: ControllerState, worker: str) -> None:
     """Note what a lost member ran: training data, or held-out data if an evaluation is due.
 
     A worker that was silent says nothing about its data: a slow sample is not a fatal one.

@@ -20,7 +20,8 @@ def library(name: str = "transformers") -> ModuleType:
         if error.name != name:
             raise
         raise UserError(
-            f"{name} is not installed; pip install 'elastic-training[finetune]', or {name} alone"
+            f"{name} is not installed; run pip install {name}, or pip install -e '.[finetune]' in "
+            "this project's repository"
         ) from None
     if name == "transformers":
         module.logging.set_verbosity_error()

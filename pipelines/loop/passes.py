@@ -33,8 +33,8 @@ class LoopPasses(SequentialPasses):
         self.is_first_worker = is_first_worker
         self.step = self.epoch = 0
 
-    def train(self, feds: Iterable[Any], num_rounds: int) -> list[LossSums]:
-        engine = LoopEngine(iter(feds), num_rounds, self.sharded, self.moving)
+    def train(self, microbatch_inputs: Iterable[Any], num_rounds: int) -> list[LossSums]:
+        engine = LoopEngine(iter(microbatch_inputs), num_rounds, self.sharded, self.moving)
         step = Step(self.step, engine, self.epoch, self.is_first_worker)
         return self.loop.take(step, self.module)
 

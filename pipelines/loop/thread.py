@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Iterator
 from queue import SimpleQueue
 
-from actors.runtime.machine import drop_tiny_numbers
+from actors.runtime.machine import flush_denormals
 from actors.runtime.substitute_thread import substituted_by
 from pipelines.loop.declaration import Declaration, NotDeclared
 from pipelines.loop.errors import LoopMisused
@@ -103,7 +103,7 @@ class LoopThread:
         return step
 
     def _run(self) -> None:
-        drop_tiny_numbers()
+        flush_denormals()
         try:
             self._function(self)
             self._end = self._early_end()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from dataclasses import replace
 
-from actors.runtime.sources import digest_of_program
+from actors.runtime.code_digest import digest_of_program
 from elastic.geometry.tensor_specs import TensorSpec
 from elastic.geometry.training_job import Job
 from pipelines.run.program import TrainingProgram

@@ -16,8 +16,8 @@ from typing import Any
 from pydantic import ValidationError
 
 from actors.controller.run import RunSpec
+from actors.runtime.code_digest import digest_of_sources
 from actors.runtime.factory import Factory
-from actors.runtime.sources import digest_of_sources
 from actors.snapshots.memory_layout import most_bytes
 from actors.storage.reachability import refuse_unreachable
 from elastic.geometry.errors import Infeasible

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from actors.controller.shell_parts import RunClock
-from actors.notices import Notice, TimedNotice, see
+from actors.notices import Notice, TimedNotice, with_time_left
 from actors.ray_backend.cluster.node_drains import NO_DEADLINE_S, Drains
 from elastic.protocol.events import Event, NodeAtRisk, NodeDraining
 
@@ -26,9 +26,9 @@ class Exchange:
             self.events.append, self._send_to_ray, lambda: self.ray_drains, lambda: self.now
         )
 
-    def see(self, notice: Notice | None, behind_s: float = 0.0) -> None:
+    def with_time_left(self, notice: Notice | None, behind_s: float = 0.0) -> None:
         """The agent of node `a` reports; its clock is `behind_s` behind that of the controller."""
-        self.drains.take("a", see(notice, lambda: self.now - behind_s))
+        self.drains.take("a", with_time_left(notice, lambda: self.now - behind_s))
 
     def _send_to_ray(self, node: str, cause: str, deadline: float) -> None:
         if self.is_ray_away:
@@ -39,9 +39,9 @@ class Exchange:
 
 def test_notice_reaches_the_core_at_once_and_ray_at_the_next_exchange() -> None:
     exchange = Exchange()
-    exchange.see(None)
-    exchange.see(SPOT)
-    exchange.see(SPOT)
+    exchange.with_time_left(None)
+    exchange.with_time_left(SPOT)
+    exchange.with_time_left(SPOT)
     assert exchange.events == [NodeDraining("a", 500.0, SPOT.cause)]
     exchange.drains.exchange({"a", "b"})
     exchange.drains.exchange({"a", "b"})
@@ -51,7 +51,7 @@ def test_notice_reaches_the_core_at_once_and_ray_at_the_next_exchange() -> None:
 
 def test_notice_reaches_ray_later_if_ray_is_unreachable() -> None:
     exchange = Exchange()
-    exchange.see(SPOT)
+    exchange.with_time_left(SPOT)
     exchange.is_ray_away = True
     with pytest.raises(ConnectionError):
         exchange.drains.exchange({"a"})
@@ -81,19 +81,19 @@ def test_drain_of_ray_without_a_deadline_gets_a_default() -> None:
 
 def test_postponed_deadline_is_reported_again() -> None:
     exchange = Exchange()
-    exchange.see(SPOT)
-    exchange.see(Notice(SPOT.cause, 560.0))
+    exchange.with_time_left(SPOT)
+    exchange.with_time_left(Notice(SPOT.cause, 560.0))
     assert [event.deadline for event in exchange.events] == [500.0, 560.0]  # type: ignore[union-attr]
 
 
 def test_risk_reaches_the_core_but_not_ray() -> None:
     exchange = Exchange()
-    exchange.see(RISK)
-    exchange.see(RISK)
+    exchange.with_time_left(RISK)
+    exchange.with_time_left(RISK)
     exchange.drains.exchange({"a"})
     assert exchange.events == [NodeAtRisk("a", "AWS rebalance recommendation")]
     assert exchange.sent_to_ray == []
-    exchange.see(SPOT)
+    exchange.with_time_left(SPOT)
     assert len(exchange.events) == 2
 
 
@@ -103,7 +103,7 @@ def test_deadline_is_relative_to_the_clock_of_its_node(behind_s: float) -> None:
     exchange, monotonic_s = Exchange(), 50.0
     clock = RunClock(0.0, lambda: exchange.now, lambda: monotonic_s)
     notice = Notice(SPOT.cause, exchange.now - behind_s + 120.0)
-    exchange.see(notice, behind_s)
+    exchange.with_time_left(notice, behind_s)
     [event] = map(clock.on_this_clock, exchange.events)
     assert isinstance(event, NodeDraining)
     assert event.deadline - clock.now() == pytest.approx(120.0)
@@ -117,9 +117,9 @@ def test_deadline_is_relative_to_the_clock_of_its_node(behind_s: float) -> None:
 def test_notice_seen_again_later_is_not_reported_again() -> None:
     """The second answer of the agent took longer to arrive."""
     exchange = Exchange()
-    exchange.see(SPOT)
+    exchange.with_time_left(SPOT)
     exchange.now += 2.0
-    late_notice = see(SPOT, lambda: exchange.now)
+    late_notice = with_time_left(SPOT, lambda: exchange.now)
     exchange.now += 1.5
     exchange.drains.take("a", late_notice)
     exchange.drains.exchange({"a"})
@@ -127,6 +127,6 @@ def test_notice_seen_again_later_is_not_reported_again() -> None:
 
 
 def test_seen_notice_contains_the_time_left_by_the_clock_of_the_node() -> None:
-    assert see(SPOT, lambda: 470.0) == TimedNotice(SPOT, 30.0)
-    assert see(RISK) == TimedNotice(RISK, None)
-    assert see(None) is None
+    assert with_time_left(SPOT, lambda: 470.0) == TimedNotice(SPOT, 30.0)
+    assert with_time_left(RISK) == TimedNotice(RISK, None)
+    assert with_time_left(None) is None

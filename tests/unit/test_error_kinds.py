@@ -10,7 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from actors.distributed.device_check import DeviceCheck, kernel_on, prove
+from actors.distributed.device_check import DeviceCheck, begin_device_check, kernel_on
 from actors.storage.errors import BrokenDevice, TornApply, UnsuitableMachine
 from actors.worker.error_kinds import kind_of
 from elastic.protocol.votes import BrokenVote
@@ -185,12 +185,12 @@ def test_timeout_is_a_peer_failure_only_outside_of_user_code(
 def test_prove_refuses_devices_that_hang_or_compute_wrongly() -> None:
     over = threading.Event()
     with pytest.raises(BrokenDevice, match="did not finish a small kernel"):
-        prove(lambda: over.wait() and (lambda: None), limit_s=0.2)
+        begin_device_check(lambda: over.wait() and (lambda: None), limit_s=0.2)
     over.set()
 
     def compute_wrongly() -> None:
         raise ValueError("1 + 1 is not 2 on this device")
 
     with pytest.raises(BrokenDevice, match="is not 2 on this device"):
-        prove(lambda: compute_wrongly)
-    assert prove(lambda: kernel_on(torch.device("cpu"))).failure() is None
+        begin_device_check(lambda: compute_wrongly)
+    assert begin_device_check(lambda: kernel_on(torch.device("cpu"))).failure() is None

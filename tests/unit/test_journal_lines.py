@@ -14,9 +14,9 @@ from long_runs import (
     Every,
     LongRun,
     answers_to,
+    long_run_policy,
     opening,
     step_of,
-    long_run_policy,
 )
 
 from elastic.controller.core import Core

@@ -27,14 +27,14 @@ def join(address: str | None, common: dict[str, Any]) -> bool:
     address is given and nothing answers there, `ClusterNotJoined` if Ray cannot join.
     """
     if address not in (None, "", "auto"):
-        knock(address)
+        check_reachable(address)
         _init_joined(address, common)
         return True
     recorded = recorded_address()
     try:
         if recorded is None:
             raise ConnectionError("no `ray start` has recorded a cluster on this machine")
-        knock(recorded)
+        check_reachable(recorded)
         take_token()
         _init_joined(recorded, common)
     except ClusterNotJoined:
@@ -57,7 +57,7 @@ def _init_joined(address: str, common: dict[str, Any]) -> None:
         raise ClusterNotJoined(f"{address}: {in_one_line(error)}") from error
 
 
-def knock(address: str) -> None:
+def check_reachable(address: str) -> None:
     """Check that something listens at the address; Ray itself would try for more than a minute.
     Raises OSError if nothing listens there."""
     host, colon, port = address.rpartition("://")[2].partition("/")[0].rpartition(":")

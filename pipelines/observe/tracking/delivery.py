@@ -26,7 +26,7 @@ from pipelines.observe.tracking.rows import (
     step_metrics,
     system_metrics,
 )
-from pipelines.observe.tracking.store import connect, drop_twins, open_run
+from pipelines.observe.tracking.store import connect, delete_duplicate_runs, open_run
 
 BLOCK_BYTES = 1 << 15
 """About as many lines as fill one batch of metrics."""
@@ -93,7 +93,7 @@ class Delivery:
         """Close the run in the store with its outcome."""
         client, membership = self._open(history), history.membership
         _log_tags(client, self._run_id(), tags(history))
-        drop_twins(client, self._delivered)
+        delete_duplicate_runs(client, self._delivered)
         status = STATUS.get(membership.outcome or "", "KILLED")
         end_ms = int(membership.sessions[-1].end * 1000)
         client.set_terminated(self._run_id(), status, end_ms)

@@ -69,7 +69,7 @@ def open_run(
     return run, delivered
 
 
-def drop_twins(client: MlflowClient, delivered: Delivered) -> None:
+def delete_duplicate_runs(client: MlflowClient, delivered: Delivered) -> None:
     """Delete empty duplicates, which a `CreateRun` with a lost answer may have left."""
     for run in _runs_of_key(client, delivered):
         if run.info.run_id != delivered.run_id and not run.data.metrics:

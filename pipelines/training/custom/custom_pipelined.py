@@ -20,7 +20,7 @@ from pipelines.training.custom.custom_pipeline import (
 from pipelines.training.passes.passes import evaluating
 from pipelines.training.passes.pipeline import Pipelined
 from pipelines.training.passes.stage_buffers import StageBuffers
-from pipelines.training.workload.workload import LossSums, OwnLoss
+from pipelines.training.workload.workload import CustomLoss, LossSums
 
 
 class CustomPipelined(Pipelined):
@@ -35,36 +35,40 @@ class CustomPipelined(Pipelined):
 
     needs_full_size = False
 
-    def __init__(self, *arguments: Any, own_loss: OwnLoss, moving: StageBuffers) -> None:
+    def __init__(self, *arguments: Any, custom_loss: CustomLoss, moving: StageBuffers) -> None:
         super().__init__(*arguments)
-        self.own_loss = own_loss
+        self.custom_loss = custom_loss
         self.moving = moving
         for number, module in enumerate(self.sharded.modules):
             module.register_forward_pre_hook(partial(self._before_pass, number))
             module.register_forward_hook(partial(self._after_pass, number))
 
-    def train(self, feds: Iterable[CustomBatch], num_rounds: int) -> list[LossSums]:
-        return [kinds[0] for kinds in self._run_all(list(feds), num_rounds, training=True)]
+    def train(self, microbatch_inputs: Iterable[CustomBatch], num_rounds: int) -> list[LossSums]:
+        return [
+            kinds[0] for kinds in self._run_all(list(microbatch_inputs), num_rounds, training=True)
+        ]
 
-    def evaluate(self, feds: Iterable[CustomBatch], num_rounds: int) -> list[list[LossSums]]:
+    def evaluate(
+        self, microbatch_inputs: Iterable[CustomBatch], num_rounds: int
+    ) -> list[list[LossSums]]:
         with torch.no_grad(), evaluating(self.sharded):
-            return self._run_all(list(feds), num_rounds, training=False)
+            return self._run_all(list(microbatch_inputs), num_rounds, training=False)
 
     def _run_all(
-        self, feds: Sequence[CustomBatch], num_rounds: int, training: bool
+        self, microbatch_inputs: Sequence[CustomBatch], num_rounds: int, training: bool
     ) -> list[list[LossSums]]:
-        self.own_loss.release()
-        self._feds, self._training = feds, training
+        self.custom_loss.release()
+        self._feds, self._training = microbatch_inputs, training
         self._sums: dict[int, list[LossSums]] = {}
         self._num_run = [0] * len(self.stages)
         schedule = self._schedule(num_rounds)
         run = schedule.step if training else schedule.eval
         inputs: list[Tensor] = []
         if self.stages[0].number == 0:
-            inputs.append(torch.cat([self._inputs(fed) for fed in feds]))
+            inputs.append(torch.cat([self._inputs(fed) for fed in microbatch_inputs]))
         options: dict[str, Any] = {}
         if self.has_last:
-            options = {"target": torch.arange(len(feds)), "losses": []}
+            options = {"target": torch.arange(len(microbatch_inputs)), "losses": []}
         run(*inputs, **options)
         sums = [self._sums[number] for number in sorted(self._sums)]
         del self._feds, self._sums
@@ -82,7 +86,7 @@ class CustomPipelined(Pipelined):
             self.moving.end_pass(fed.num_samples, stage)
 
     def _inputs(self, fed: CustomBatch) -> Tensor:
-        loss, first = self.own_loss.loss_in(self._training), self.own_loss.flow[0]
+        loss, first = self.custom_loss.loss_in(self._training), self.custom_loss.flow[0]
         inputs = pad_rows(inputs_of(loss, fed.value, self._training), len(first))
         refuse_other_tensor(inputs, first, "the recipe's loss calls its module with")
         return inputs
@@ -93,7 +97,7 @@ class CustomPipelined(Pipelined):
         unpadded = unpad_rows(output, fed.num_held, self.num_samples)
         kinds = [
             kind(module_returning(unpadded, self._training), fed, self.parallel)
-            for kind in self.own_loss.kinds(self._training)
+            for kind in self.custom_loss.kinds(self._training)
         ]
         self._sums[number] = [LossSums(loss.detach(), num_tokens) for loss, num_tokens in kinds]
         return kinds[0].loss.clone()  # schedules detach it in place, which a view forbids

@@ -36,10 +36,10 @@ from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups
 from pipelines.training.workload.seeds import keyed_generator
 from pipelines.training.workload.trees import mapped, tensors_in
 from pipelines.training.workload.workload import (
+    CustomLoss,
     LossSums,
     Metric,
     ModelShape,
-    OwnLoss,
     at_least_float32,
     nothing,
 )
@@ -136,7 +136,7 @@ class CustomWorkload:
         return replace(limits, refused=(*limits.refused, ("pp", why_not))) if why_not else limits
 
     @property
-    def own_loss(self) -> OwnLoss:
+    def custom_loss(self) -> CustomLoss:
         return self
 
     def release(self) -> None:

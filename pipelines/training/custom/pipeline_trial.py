@@ -25,7 +25,7 @@ from pipelines.training.custom.custom_pipeline import (
 from pipelines.training.workload.parallel_groups import ALONE
 from pipelines.training.workload.state import buffers
 from pipelines.training.workload.trees import mapped
-from pipelines.training.workload.workload import LossSums, ModelShape, OwnLoss
+from pipelines.training.workload.workload import CustomLoss, LossSums, ModelShape
 
 MAX_REAL_PARAMETERS = 20_000_000
 """The trial uses real values up to this number of parameters, and only shapes beyond it."""
@@ -35,7 +35,7 @@ NOISE = 0.05
 """Scale of the noise added to parameters: a parameter of value 0 would hide differences."""
 
 
-class PipelineCandidate(OwnLoss, Protocol):
+class PipelineCandidate(CustomLoss, Protocol):
     """A custom workload, as the trial sees it."""
 
     recipe: Recipe

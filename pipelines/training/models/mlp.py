@@ -18,12 +18,12 @@ from pipelines.training.workload.optimizer import OptimizerFactory
 from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups
 from pipelines.training.workload.seeds import keyed_generator
 from pipelines.training.workload.workload import (
+    CustomLoss,
     Layer,
     LossSums,
     Metric,
     ModelShape,
     ModuleInputs,
-    OwnLoss,
     nothing,
     output_losses,
 )
@@ -56,7 +56,7 @@ class Mlp(nn.Module):
 class MlpWorkload:
     """Regression of a fixed nonlinear function of random vectors."""
 
-    own_loss: OwnLoss | None = None
+    custom_loss: CustomLoss | None = None
 
     def __init__(
         self, settings: MlpSettings, seed: int, dtype: torch.dtype = torch.float32

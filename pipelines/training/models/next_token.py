@@ -18,10 +18,10 @@ from pipelines.training.tensor.tensor_parallel import vocab_parallel_logits
 from pipelines.training.workload.optimizer import OptimizerFactory
 from pipelines.training.workload.parallel_groups import ParallelGroups
 from pipelines.training.workload.workload import (
+    CustomLoss,
     LossSums,
     Metric,
     ModuleInputs,
-    OwnLoss,
     nothing,
     output_losses,
 )
@@ -37,7 +37,7 @@ class NextToken:
     """
 
     cuts_head = True
-    own_loss: OwnLoss | None = None
+    custom_loss: CustomLoss | None = None
 
     def __init__(
         self, vocab_size: int, train: Samples, held_out: Samples | None, dtype: torch.dtype

@@ -44,8 +44,10 @@ def evaluate(
         if passes.needs_full_size and missing:
             batches.append(workload.empty(missing, held_out=True))
         batches = batches or [workload.empty(held_out=True)]
-        feds = [workload.feed(b, groups.device, parallel, PADDING) for b in batches]
-        return feds[0] if len(feds) == 1 else concatenate(feds)
+        microbatch_inputs = [workload.feed(b, groups.device, parallel, PADDING) for b in batches]
+        return (
+            microbatch_inputs[0] if len(microbatch_inputs) == 1 else concatenate(microbatch_inputs)
+        )
 
     summed = passes.evaluate((feed_microbatch(microbatch) for microbatch in rounds), len(rounds))
     size = (1 + len(workload.metrics), 2, len(starts))

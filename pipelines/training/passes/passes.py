@@ -24,10 +24,10 @@ class Passes(Protocol):
     def num_rounds(self, least: int) -> int:
         """The number of microbatches, at least `least`, that each rank must run."""
 
-    def train(self, feds: Iterable[Any], num_rounds: int) -> list[LossSums]:
+    def train(self, microbatch_inputs: Iterable[Any], num_rounds: int) -> list[LossSums]:
         """Run forward and backward of all microbatches."""
 
-    def evaluate(self, feds: Iterable[Any], num_rounds: int) -> list[list[LossSums]]:
+    def evaluate(self, microbatch_inputs: Iterable[Any], num_rounds: int) -> list[list[LossSums]]:
         """Run forward without gradients; for each microbatch the loss and the metrics."""
 
 
@@ -47,10 +47,10 @@ class SequentialPasses:
     def num_rounds(self, least: int) -> int:
         return least
 
-    def train(self, feds: Iterable[Any], num_rounds: int) -> list[LossSums]:
+    def train(self, microbatch_inputs: Iterable[Any], num_rounds: int) -> list[LossSums]:
         sums = []
         with loss_context(self.parallel):
-            for number, fed in enumerate(feds, start=1):
+            for number, fed in enumerate(microbatch_inputs, start=1):
                 is_last = number == num_rounds
                 if number == 1 or is_last:
                     self.sharded.accumulate(is_last)
@@ -61,10 +61,13 @@ class SequentialPasses:
                 sums.append(LossSums(loss.detach(), num_tokens))
         return sums
 
-    def evaluate(self, feds: Iterable[Any], num_rounds: int) -> list[list[LossSums]]:
+    def evaluate(self, microbatch_inputs: Iterable[Any], num_rounds: int) -> list[list[LossSums]]:
         kinds = [self.workload.losses, *self.workload.metrics.values()]
         with torch.no_grad(), loss_context(self.parallel), evaluating(self.sharded):
-            return [[kind(self.module, fed, self.parallel) for kind in kinds] for fed in feds]
+            return [
+                [kind(self.module, fed, self.parallel) for kind in kinds]
+                for fed in microbatch_inputs
+            ]
 
 
 def loss_context(parallel: ParallelGroups) -> AbstractContextManager[None]:

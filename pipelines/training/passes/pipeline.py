@@ -74,16 +74,19 @@ class Pipelined:
             return least
         return max(least, pp) if self.schedule == "1f1b" else -(-least // pp) * pp
 
-    def train(self, feds: Iterable[Any], num_rounds: int) -> list[LossSums]:
+    def train(self, microbatch_inputs: Iterable[Any], num_rounds: int) -> list[LossSums]:
         with loss_context(self.parallel):
-            return self._run(list(feds), self._schedule(num_rounds).step)
+            return self._run(list(microbatch_inputs), self._schedule(num_rounds).step)
 
-    def evaluate(self, feds: Iterable[Any], num_rounds: int) -> list[list[LossSums]]:
+    def evaluate(self, microbatch_inputs: Iterable[Any], num_rounds: int) -> list[list[LossSums]]:
         with torch.no_grad(), loss_context(self.parallel), evaluating(self.sharded):
-            return [[sums] for sums in self._run(list(feds), self._schedule(num_rounds).eval)]
+            return [
+                [sums]
+                for sums in self._run(list(microbatch_inputs), self._schedule(num_rounds).eval)
+            ]
 
-    def _run(self, feds: list[ModuleInputs], run: Any) -> list[LossSums]:
-        batch = concatenate(feds)
+    def _run(self, microbatch_inputs: list[ModuleInputs], run: Any) -> list[LossSums]:
+        batch = concatenate(microbatch_inputs)
         losses: list[Tensor] = []
         options: dict[str, Any] = dict(batch.keywords)
         if self.has_last:
@@ -91,7 +94,7 @@ class Pipelined:
         run(*[batch.inputs] if self.stages[0].number == 0 else [], **options)
         return [
             LossSums(loss.detach(), self.workload.num_tokens(fed.targets))
-            for loss, fed in zip(losses, feds, strict=self.has_last)
+            for loss, fed in zip(losses, microbatch_inputs, strict=self.has_last)
         ]
 
     def _schedule(self, num_rounds: int) -> Any:

@@ -78,9 +78,9 @@ class ShardedReplica:
 
     def _pipeline_passes(self, stages: Sequence[Stage], moving: StageBuffers) -> Passes:
         args = (self.workload, stages, self.sharded, self.groups, self.parallel, self.settings)
-        own_loss = self.workload.own_loss
-        if own_loss is not None:
-            return CustomPipelined(*args, own_loss=own_loss, moving=moving)
+        custom_loss = self.workload.custom_loss
+        if custom_loss is not None:
+            return CustomPipelined(*args, custom_loss=custom_loss, moving=moving)
         return Pipelined(*args)
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
@@ -105,11 +105,11 @@ class ShardedReplica:
         self.samples = self._draw_samples(step, rounds, skipped_batches)
         self.prefetch.start(step, skipped_batches)
         self.step_statistics.begin(step, rounds)
-        feds = (self._feed_microbatch(step, microbatch) for microbatch in rounds)
+        microbatch_inputs = (self._feed_microbatch(step, microbatch) for microbatch in rounds)
         sums = torch.zeros(3, dtype=torch.float64, device=self.groups.device)
         self.moving.begin()
         self.sharded.gather(interrupt)
-        results = self.passes.train(feds, len(rounds))
+        results = self.passes.train(microbatch_inputs, len(rounds))
         if self.parallel.counts_loss and results:
             for index, values in enumerate(zip(*results, strict=True)):
                 sums[index] = torch.stack(values).double().sum()

@@ -116,7 +116,7 @@ Metric = Callable[[nn.Module, Any, ParallelGroups], LossSums]
 """A function of a module and of `Workload.feed`'s result, with the signature of `losses`."""
 
 
-class OwnLoss(Protocol):
+class CustomLoss(Protocol):
     """A loss that calls the module itself, so that a pipeline must be put in the module's place."""
 
     @property
@@ -137,7 +137,7 @@ class Workload(OutputLoss, Protocol):
     """One kind of training job.
 
     Its batch type is private: `read` returns it, `feed` takes it. So is the type of a microbatch:
-    `feed` returns it (`ModuleInputs`, unless `own_loss` is set), `losses` and `metrics` take it.
+    `feed` returns it (`ModuleInputs`, unless `custom_loss` is set), `losses` and `metrics` take it.
     """
 
     @property
@@ -174,7 +174,7 @@ class Workload(OutputLoss, Protocol):
         """Whether samples must be fetched to this machine before they can be read."""
 
     @property
-    def own_loss(self) -> OwnLoss | None:
+    def custom_loss(self) -> CustomLoss | None:
         """The loss for a pipeline, if it calls the module itself; None if it is `loss`."""
 
     def module(self, parallel: ParallelGroups = ALONE) -> nn.Module:
@@ -256,17 +256,19 @@ def output_losses(
     return LossSums(forward_loss(workload, module, fed, parallel), workload.num_tokens(fed.targets))
 
 
-def concatenate(feds: Sequence[ModuleInputs]) -> ModuleInputs:
+def concatenate(microbatch_inputs: Sequence[ModuleInputs]) -> ModuleInputs:
     """Concatenate microbatches along dim 0; a keyword that some of them lack is 0 there."""
-    if len(feds) == 1:
-        return feds[0]
-    examples = {name: value for fed in feds for name, value in fed.keywords.items()}
+    if len(microbatch_inputs) == 1:
+        return microbatch_inputs[0]
+    examples = {name: value for fed in microbatch_inputs for name, value in fed.keywords.items()}
     keywords = {
-        name: torch.cat([fed.keywords.get(name, _zeros_like(examples[name], fed)) for fed in feds])
+        name: torch.cat(
+            [fed.keywords.get(name, _zeros_like(examples[name], fed)) for fed in microbatch_inputs]
+        )
         for name in examples
     }
     inputs, targets = (
-        torch.cat(parts) for parts in zip(*[(f[0], f[2]) for f in feds], strict=True)
+        torch.cat(parts) for parts in zip(*[(f[0], f[2]) for f in microbatch_inputs], strict=True)
     )
     return ModuleInputs(inputs, keywords, targets)
 
