@@ -67,7 +67,10 @@ Interface = Annotated[
 ]
 Ports = Annotated[
     str | None,
-    typer.Option(metavar="FIRST:LAST", help="Listen only on these ports, e.g. 20000:20100."),
+    typer.Option(
+        metavar="FIRST:LAST",
+        help="Ports of the store and the snapshot servers, e.g. 20000:20100.",
+    ),
 ]
 NotifyUrl = Annotated[
     str | None,

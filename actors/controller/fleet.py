@@ -80,7 +80,8 @@ class Fleet(Protocol):
 
 
 class Survivors(Protocol):
-    """The processes that a dead controller left alive, as the fleet of the next one finds them."""
+    """The live processes of a dead controller, as the fleet of its successor finds them. In the
+    glossary a survivor is only a worker of an aborted generation."""
 
     def newest_generation(self) -> int:
         """The newest generation of all orders that workers have; silent workers do not count."""

@@ -61,7 +61,7 @@ def expected_end(error: Exception, url: str, step: int) -> Stopped | None:
         case LeaseLost():
             reason = (
                 f"another process drives this run now ({error}), and this one has written nothing "
-                f"since: leave it to that process, or end that process and repeat this command"
+                f"since: let that process continue, or end it and repeat this command"
             )
         case RunRefused():
             reason = str(error)

@@ -19,7 +19,7 @@ ROW = 1024
 """Elements that are summed before the sum is weighted by its position."""
 INTEGERS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 ODD = 0x9E3779B97F4A7C15 - 2**64
-"""2^64 divided by the golden ratio, as int64: odd, with as many one bits as zero bits."""
+"""2^64 divided by the golden ratio, as int64: odd, with irregular bits (38 of 64 are ones)."""
 
 
 class Audit:

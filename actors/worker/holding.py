@@ -1,4 +1,4 @@
-"""A worker's holding of the state, and the check of its label where the bytes are."""
+"""A worker's part of the state, and the check that it is of the expected generation and step."""
 
 from __future__ import annotations
 

@@ -54,7 +54,7 @@ from elastic.protocol.events import CheckpointDamaged, Event, WorkerRaised, Work
 from elastic.protocol.reattachment import Intake
 
 REPEAT_BREAK_S = 0.02
-"""The next pass of an abort finds the sockets that open during this one."""
+"""The pause between two passes of an abort: each breaks sockets opened during the one before."""
 
 
 class Worker:

@@ -350,6 +350,9 @@ def _continue_after_abort(state: ControllerState, now: float, phase: Aborting) -
     elif poison_reason := find_poison_batch(state):
         state.ending = state.ending or Ending("failed", poison_reason)
     elif state.forming.num_attempts >= state.policy.max_attempts:
-        reason = f"{state.forming.num_attempts} recoveries without a committed step: {phase.cause}"
+        reason = (
+            f"{state.forming.num_attempts} recoveries without a committed step "
+            f"(failure.max_attempts); the last cause: {phase.cause}"
+        )
         state.ending = state.ending or Ending("failed", reason)
     return form_or_end(state, now)

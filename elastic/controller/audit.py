@@ -55,7 +55,7 @@ def on_audited(state: ControllerState, now: float, event: Audited) -> list[Comma
     undecided = [split for split in event.splits if not _has_majority(split)]
     culprits = {w: len(split[0]) for split in decided for group in split[1:] for w in group}
     obstacle = rollback_obstacle(state, state.audits.audited_step)
-    # They may contain a corrupt replica, which no audit could detect once it has been read.
+    # Later checkpoints may contain the corrupt replica; no audit would detect it after a restore.
     void_after(state, state.audits.audited_step)
     commands: list[Command] = []
     for worker, majority_size in sorted(culprits.items()):

@@ -28,7 +28,7 @@ from elastic.protocol.events import NodeAtRisk, NodeDraining, WorkerDraining
 from elastic.protocol.phases import Breakable, Forming, Resharding
 
 NODE_GRACE_S = 60.0
-"""Users' policy: `drain_grace_s`."""
+"""Value of the policy field `drain_grace_s`."""
 
 
 def on_notice(

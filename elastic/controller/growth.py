@@ -20,7 +20,7 @@ from elastic.protocol.commands import Command, StopWorker
 from elastic.protocol.controller_state import ControllerState
 
 JOIN_WAIT_S = 2.0
-"""Users' policy: `growth_wait_s`."""
+"""Value of the policy field `growth_wait_s`."""
 NUM_RECENT_PAUSES = 5
 """The expected pause is the median of this many."""
 

@@ -34,7 +34,7 @@ from elastic.protocol.votes import Vote
 MAX_KNOWN = 128
 """Of checkpoints that are never removed, the core remembers this many."""
 MIN_AUTO_S, MAX_AUTO_S = 60.0, 900.0
-"""Users' policy: `checkpoint_least_s` and `checkpoint_most_s`."""
+"""Values of the policy fields `checkpoint_least_s` and `checkpoint_most_s`."""
 MAX_BACKOFF_S = 300.0
 LAST_MAX_BACKOFF_S = 10.0
 """The longest pause between attempts at the last checkpoint, for which the run waits."""

@@ -14,13 +14,13 @@ from elastic.protocol.phases import Waiting
 from elastic.protocol.policy import backoff_s
 
 FIRST_PAUSE_S = 30.0
-"""Users' policy: `gang_pause_s`."""
+"""Value of the policy field `gang_pause_s`."""
 LONGEST_PAUSE_S = 1800.0
 
 
 def return_deadline(state: ControllerState) -> float:
-    """When to return the workers, as no other has come for long. The patience of each run differs,
-    so that of several runs the first makes room for the others."""
+    """When to return the workers, because no other has become ready for the gang timeout. The
+    timeout differs between runs, so that one run returns its workers first."""
     phase, policy = state.phase, state.policy
     if not isinstance(phase, Waiting) or not _has_too_few(state):
         return inf

@@ -79,7 +79,7 @@ def _needed_end(state: ControllerState, phase: Aborting) -> float:
 
 
 def _hang_allowance_s(state: ControllerState, phase: Aborting) -> float:
-    """How long no worker need unwind before one is stopped after a hang.
+    """After a hang, how long no worker may unwind before the controller stops one.
 
     It is short if only one worker is left that can be the hanging one, and for the first one if the
     run shall end. If several are left, or if the hanging one may already be gone, the others may be

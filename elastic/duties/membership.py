@@ -12,9 +12,9 @@ from elastic.protocol.phases import Ending, Forming, Resharding, Running, Waitin
 from elastic.protocol.policy import backoff_s
 
 MAX_START_FAILURES = 5
-"""Users' policy: `max_start_failures`."""
+"""Value of the policy field `max_start_failures`."""
 FIRST_BACKOFF_S = 1.0
-"""Users' policy: `restart_backoff_s`."""
+"""Value of the policy field `restart_backoff_s`."""
 MAX_BACKOFF_S = 60.0
 NUM_RECENT_STARTS = 8
 NUM_RECENT_CHANGES = 5

@@ -66,7 +66,7 @@ def find_poison_batch(state: ControllerState) -> str:
 
 
 def guarded_step(state: ControllerState) -> int:
-    """The step before which the state must be saved, and the save waited for; 0 for none.
+    """The step that may begin only after the state before it is durably saved; 0 for none.
 
     A step that has ended a member may end the next one that runs it. So it does not begin unsaved
     in a worker that holds the whole state alone. Once the step has ended members of two

@@ -16,7 +16,7 @@ from elastic.protocol.events import Saved
 from elastic.reshard.snapshot_placement import Placement
 
 MAX_ROLLBACKS = 3
-"""Users' policy: `max_rollbacks`."""
+"""Value of the policy field `max_rollbacks`."""
 
 
 def order_rollback(state: ControllerState, limit: int, cause: str, through: int = 0) -> bool:

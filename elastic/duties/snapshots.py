@@ -27,7 +27,7 @@ from elastic.reshard.parity import num_chunks_of
 from elastic.reshard.snapshot_placement import Placement, place_snapshots, shortfall
 
 SERVER_GRACE_S = 0.5
-"""Users' policy: `snapshot_server_grace_s`."""
+"""Value of the policy field `snapshot_server_grace_s`."""
 MAX_BACKOFF_S = 60.0
 
 
@@ -89,7 +89,7 @@ def query_snapshot_servers(state: ControllerState, now: float) -> list[Command]:
 
 
 def query_deadline(state: ControllerState) -> float:
-    """When servers that have not answered are late, or too late."""
+    """When servers without an answer become late; after that, when the controller stops waiting."""
     if not state.snapshots.pending:
         return inf
     policy = state.policy

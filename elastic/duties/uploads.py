@@ -106,7 +106,8 @@ def _handle_late_parts(state: ControllerState, now: float, upload: Upload) -> li
     if not upload.files:
         problem = "has no part yet: the storage does not answer; training continues without it"
         return [_warned(state, now, upload, problem)]
-    problem = f"is incomplete: {_names(state, upload)} did not finish writing and is replaced"
+    late_writers = _names(state, upload)
+    problem = f"is incomplete: {late_writers} did not finish writing; each is replaced"
     holders = set[str]().union(*(held.holders for held in state.live.holdings()))
     newly_late = upload.pending - state.membership.draining
     state.membership.draining |= newly_late

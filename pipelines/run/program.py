@@ -81,7 +81,7 @@ class TrainingProgram:
         self.workload = make_workload(self.settings, data_folder, recipe, most_bytes)
 
     def specs(self) -> tuple[TensorSpec, ...]:
-        """Every logical tensor of the state; see `pipelines.training.state.state_specs`."""
+        """Every logical tensor of the state; see `pipelines.training.workload.state`."""
         return state_specs(self.workload, self.settings)
 
     def warm_up(self) -> None:

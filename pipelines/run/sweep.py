@@ -43,7 +43,7 @@ class SweepRequest:
     """A request to train the same under each of several layouts."""
 
     train: TrainRequest
-    """What to train; name, workers and layout of a run are those of the trial."""
+    """What to train; each trial replaces the run name, the workers and the layout."""
     layouts: str
     start_timeout_s: float = 600.0
     """How long a layout waits for its workers: a cluster may have to start machines."""

@@ -20,7 +20,7 @@ class UserCodeFailed(UserError):
 
 
 class LayoutRefused(UserError):
-    """A requested layout that this run can form with no number of workers."""
+    """A requested layout that is infeasible with any number of workers."""
 
 
 class DataUnreachable(UserError, UnsuitableMachine):

@@ -29,7 +29,8 @@ class CheckpointSettings(Settings):
         "auto",
         "The interval: a number of steps, a time such as `15min`, or 0 to save the last step only. "
         "With `auto` it follows the measured cost of a checkpoint and the observed failure rate, "
-        "between 1 and 15 minutes. A notice that a node will be gone then requests one at once.",
+        "between 1 and 15 minutes. Unless it is 0, a notice that a node will end requests a "
+        "checkpoint at once.",
     )
     keep_last: NonNegativeInt = setting(3, "The number of newest checkpoints to keep; 0: all.")
     keep_every: NonNegativeInt = setting(
@@ -124,17 +125,17 @@ class FailureSettings(Settings):
     hang_factor: TimeFactor = setting(10.0, "See `hang_timeout_s`.")
     hang_share: Share = setting(
         0.25,
-        "After a hang, the last worker that has not unwound is killed this share of "
-        "`hang_timeout_s` after the previous worker unwound. If several have not unwound, one is "
-        "killed each time that none unwinds for the duration of a hang.",
+        "If one worker has not unwound after a hang, it is killed this share of `hang_timeout_s` "
+        "after the previous worker unwound. If several have not, one is killed each time that none "
+        "unwinds for a hang timeout.",
     )
     first_step_timeout_s: Seconds = setting(
         600.0, "The hang timeout before any step has committed: the first step may compile."
     )
     quiesce_deadline_s: Seconds = setting(
         1.0,
-        "The shortest time to unwind after an abort for a worker that answers no probe and, after "
-        "a hang, for a run's only worker. Then the worker is killed.",
+        "After an abort, a worker that answers no probe gets at least this time to unwind before "
+        "it is killed. After a hang, so does a run's only worker.",
     )
     quiesce_deadline_cuda_s: Seconds = setting(
         10.0, "The same as `quiesce_deadline_s` for a worker on a GPU."
@@ -180,8 +181,8 @@ class FailureSettings(Settings):
     )
     orphan_timeout_s: Seconds = setting(
         300.0,
-        "Workers, snapshot servers, store and controller continue for this long without a sign of "
-        "their controller (which Ray restarts) or driver. Then each ends its own process.",
+        "A worker, snapshot server, store, agent or observer that hears nothing from a controller "
+        "for this long ends its own process. A controller restart takes less time.",
     )
 
 
@@ -245,6 +246,6 @@ class QuarantineSettings(Settings):
     patience_s: Seconds = setting(
         30.0,
         "A quarantined node is used again when the run has lacked workers for this long and no "
-        "other node provides any. At least twice the start time of a worker; it doubles with each "
-        "quarantine of the same node.",
+        "other node provides any. The wait is at least twice the start time of a worker, "
+        "and doubles with each quarantine of the same node.",
     )

@@ -52,7 +52,9 @@ class DataSettings(Settings):
     )
     tokenizer: str = setting("bytes", "`bytes`, or a Hugging Face `tokenizers` JSON file.")
     separator: str | None = setting(
-        None, "The token of the tokenizer that separates documents; None: the usual one."
+        None,
+        "The token that separates documents; None: the first of `</s>`, `<eos>` and other usual "
+        "ones that the tokenizer has.",
     )
     seq_len: Width = setting(256, "The number of tokens of a sample.")
     attend_across_documents: bool = setting(
@@ -81,7 +83,7 @@ class CacheSettings(Settings):
     patience_s: Seconds = setting(
         600.0, "A worker fails if data that it needs stay unreachable for this long."
     )
-    reach_timeout_s: Seconds = setting(30.0, "The same while the worker starts.")
+    reach_timeout_s: Seconds = setting(30.0, "How long a starting worker tries to reach the data.")
 
 
 class NetworkSettings(Settings):
@@ -93,7 +95,9 @@ class NetworkSettings(Settings):
         "on the route to the store.",
     )
     ports: Ports | None = setting(
-        None, "The range of ports that they listen on, such as `20000:20100`; None: any."
+        None,
+        "The ports of the store and the snapshot servers, such as `20000:20100`; None: any. They "
+        "do not limit Gloo and NCCL.",
     )
 
     @property
@@ -149,8 +153,8 @@ class TrainSettings(Settings):
     )
     dtype: Literal["float32", "float64", "bfloat16"] = setting(
         "float32",
-        "The dtype of the computation. With `bfloat16` parameters stay float32 and gradients are "
-        "reduced in float32.",
+        "The dtype of the computation. With `bfloat16` the optimizer still updates float32 "
+        "parameters, and gradients are reduced in float32.",
     )
     steps: PositiveInt = setting(100, "The last step of the run.", resumable=True)
     eval_every: NonNegativeInt = setting(
