@@ -27,7 +27,7 @@ class RaisesOnce(Shell):
         super()._execute(command)
 
     def _serve(self, event: Event) -> None:
-        if not hasattr(self, "left"):
+        if not hasattr(self, "remaining"):
             self.remaining = {GroupFormed, StateReady, StepCommitted, Form, Reshard, Resume}
             step = self._core.step
 

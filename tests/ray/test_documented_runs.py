@@ -101,13 +101,13 @@ def interrupt(command: Command) -> None:
 @pytest.mark.parametrize(
     "shown", [pytest.param(command, id=command.place, marks=marks(command)) for command in SHOWN]
 )
-def test_the_command_line_trains(shown: Shown, folder: Path, cluster_of_all: SharedCluster) -> None:
+def test_the_command_line_trains(shown: Shown, folder: Path, shared_ray_cluster: SharedCluster) -> None:
     make_folder(folder, shown.page)
     words = ("-m", "pipelines", *(shown.arguments or ()))
     if "reshard" in words:
-        assert_reshards(words, folder, cluster_of_all)
+        assert_reshards(words, folder, shared_ray_cluster)
         return
-    with started(cluster_of_all, folder, *words, **shown.environment) as command:
+    with started(shared_ray_cluster, folder, *words, **shown.environment) as command:
         if "sweep" in words:
             code, output = command.finish()
             assert code == 0 and "tokens/s" in output, output
@@ -137,12 +137,12 @@ def assert_reshards(words: tuple[str, ...], folder: Path, cluster: SharedCluster
     "page", [page for page in PYTHON_PAGES if needs_ray(page)], ids=lambda page: page.name
 )
 def test_the_python_blocks_that_start_ray_run(
-    page: Path, folder: Path, cluster_of_all: SharedCluster
+    page: Path, folder: Path, shared_ray_cluster: SharedCluster
 ) -> None:
     """In order, in one namespace; a traceback has the lines of the page."""
     make_folder(folder, page)
     (folder / "blocks.py").write_text(as_script(page))
-    with started(cluster_of_all, folder, "blocks.py", HOME=str(folder)) as command:
+    with started(shared_ray_cluster, folder, "blocks.py", HOME=str(folder)) as command:
         code, output = command.finish()
     assert code == 0, output
     assert committed(folder)
