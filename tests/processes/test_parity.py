@@ -76,7 +76,7 @@ def snapshots_at(order: StartSnapshots) -> list[Snapshots]:
 def take_on_all(snapshots: list[Snapshots], step: int) -> None:
     """Take a snapshot on all workers, and vote."""
     for number, worker_snapshots in enumerate(snapshots):
-        worker_snapshots.take(step, ASSIGNMENT, random_shard(number, step))
+        worker_snapshots.begin(step, ASSIGNMENT, random_shard(number, step))
     for worker_snapshots in snapshots:
         worker_snapshots.await_whole(interrupt_never)
     num_whole = sum(worker_snapshots.are_whole for worker_snapshots in snapshots)
@@ -155,7 +155,7 @@ def test_replaced_server_gets_all_chunks_under_the_next_order(children: list[Chi
     snapshot_servers[2] = children[2].snapshot_server
     order = order_for(snapshot_servers, num_changes=2)
     for rank, worker_snapshots in enumerate(snapshots):
-        worker_snapshots.take(2, ASSIGNMENT, random_shard(rank, 2))
+        worker_snapshots.begin(2, ASSIGNMENT, random_shard(rank, 2))
     threading.Timer(
         0.3, lambda: [worker_snapshots.start_snapshots(order) for worker_snapshots in snapshots]
     ).start()

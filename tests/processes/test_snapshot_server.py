@@ -108,7 +108,7 @@ def test_large_part_is_copied_to_both_nodes_and_read_back(
     local_server, remote_server = (child.snapshot_server for child in children)
     snapshots = snapshots_at(local_server, remote_server)
     for step in (1, 2, 3):
-        snapshots.take(step, ASSIGNMENT, random_shard(step))
+        snapshots.begin(step, ASSIGNMENT, random_shard(step))
         snapshots.await_whole(interrupt_never)
         assert snapshots.are_whole
         snapshots.note_vote(1, 1)
@@ -120,7 +120,7 @@ def test_large_part_is_copied_to_both_nodes_and_read_back(
 
 def test_worker_without_local_server_sends_to_the_remote_one(children: list[Child]) -> None:
     snapshots = snapshots_at(children[1].snapshot_server)
-    snapshots.take(1, ASSIGNMENT, random_shard(1))
+    snapshots.begin(1, ASSIGNMENT, random_shard(1))
     snapshots.await_whole(interrupt_never)
     assert snapshots.are_whole
     assert_has(children[1].snapshot_server, 1, "there")
@@ -130,13 +130,13 @@ def test_worker_without_local_server_sends_to_the_remote_one(children: list[Chil
 def test_complete_snapshot_is_kept_while_later_ones_fail(children: list[Child]) -> None:
     local_server, remote_server = (child.snapshot_server for child in children)
     snapshots = snapshots_at(local_server, remote_server)
-    snapshots.take(1, ASSIGNMENT, random_shard(1))
+    snapshots.begin(1, ASSIGNMENT, random_shard(1))
     snapshots.await_whole(interrupt_never)
     snapshots.note_vote(1, 1)
     children[1].end()
     began = time.monotonic()
     for step in (2, 3, 4):
-        snapshots.take(step, ASSIGNMENT, random_shard(step))
+        snapshots.begin(step, ASSIGNMENT, random_shard(step))
         snapshots.await_whole(interrupt_never)
         assert not snapshots.are_whole
         snapshots.note_vote(0, 1)
@@ -149,7 +149,7 @@ def test_vote_waits_for_a_replacement_server(children: list[Child]) -> None:
     local_server, remote_server = (child.snapshot_server for child in children)
     snapshots = snapshots_at(local_server, remote_server)
     children[1].end()
-    snapshots.take(1, ASSIGNMENT, random_shard(1))
+    snapshots.begin(1, ASSIGNMENT, random_shard(1))
     order = StartSnapshots(3, ("w0",), ((local_server,),))
     threading.Timer(0.3, snapshots.start_snapshots, (order,)).start()
     snapshots.await_whole(interrupt_never)
@@ -164,7 +164,7 @@ def test_frozen_server_blocks_neither_abort_nor_next_apply(children: list[Child]
     assert pid
     os.kill(pid, signal.SIGSTOP)
     snapshots = snapshots_at(children[0].snapshot_server, children[1].snapshot_server)
-    snapshots.take(1, ASSIGNMENT, random_shard(1))
+    snapshots.begin(1, ASSIGNMENT, random_shard(1))
 
     def abort() -> None:
         raise InterruptedError

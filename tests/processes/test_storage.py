@@ -122,8 +122,8 @@ def test_process_that_returns_after_losing_its_lease_changes_nothing(
     )
     log, log_of_a = LineLog(storage, "journal.jsonl"), LineLog(storage_of_a, "journal.jsonl")
     lease_of_a = claim(storage_of_a, actor="a")
-    lease_of_a.keep()
-    writer_a = open_lines(log_of_a, lease_of_a.epoch, lease_of_a.look)
+    lease_of_a.start_renewing()
+    writer_a = open_lines(log_of_a, lease_of_a.epoch, lease_of_a.check_now)
     writer_a.write({"number": 0})
     wait_until(lambda: list(log.lines()) == [{"number": 0}])
     second_s3_proxy.close()
@@ -133,7 +133,7 @@ def test_process_that_returns_after_losing_its_lease_changes_nothing(
     lease_of_other_host = {**json.loads(storage.read(*storage.files("lease"))), "host": "elsewhere"}
     storage.write(*storage.files("lease"), json.dumps(lease_of_other_host).encode())
     lease_of_b = claim_when_stale(storage)
-    writer_b = open_lines(log, lease_of_b.epoch, lease_of_b.look)
+    writer_b = open_lines(log, lease_of_b.epoch, lease_of_b.check_now)
     for number in range(100, 111):
         writer_b.write({"number": number})
     assert writer_b.close() == ""

@@ -87,11 +87,11 @@ def take_and_read(child: Child, steps: range) -> None:
     snapshots = snapshots_at(child.snapshot_server)
     for step in steps:
         deadline = time.monotonic() + PATIENCE_S
-        snapshots.take(step, ASSIGNMENT, random_shard(step))
+        snapshots.begin(step, ASSIGNMENT, random_shard(step))
         snapshots.await_whole(interrupt_never)
         while not snapshots.are_whole:  # a busy machine may take longer than a vote waits
             assert time.monotonic() < deadline
-            snapshots.take(step, ASSIGNMENT, random_shard(step))
+            snapshots.begin(step, ASSIGNMENT, random_shard(step))
             snapshots.await_whole(interrupt_never)
         snapshots.note_vote(1, 1)
         for reader in ("here", "elsewhere"):

@@ -216,7 +216,7 @@ class FileProcess:
     def epoch(self) -> int:
         return self.lease.epoch
 
-    def look(self) -> None:
+    def check_now(self) -> None:
         self.lease.check_now()
         if threading.current_thread() is self.stopped:
             self.is_stopped.set()

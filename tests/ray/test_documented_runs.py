@@ -101,7 +101,9 @@ def interrupt(command: Command) -> None:
 @pytest.mark.parametrize(
     "shown", [pytest.param(command, id=command.place, marks=marks(command)) for command in SHOWN]
 )
-def test_the_command_line_trains(shown: Shown, folder: Path, shared_ray_cluster: SharedCluster) -> None:
+def test_the_command_line_trains(
+    shown: Shown, folder: Path, shared_ray_cluster: SharedCluster
+) -> None:
     make_folder(folder, shown.page)
     words = ("-m", "pipelines", *(shown.arguments or ()))
     if "reshard" in words:

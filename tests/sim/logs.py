@@ -188,11 +188,11 @@ class SimLease(Lease):
         self._newest_epoch = newest_epoch
 
     def check(self) -> None:
-        self.look()
+        self.check_now()
 
-    def look(self) -> None:
+    def check_now(self) -> None:
         if self._newest_epoch() > self.epoch:
             raise LeaseLost(f"the lease of epoch {self.epoch} was taken over")
 
-    def keep(self, every_s: float = 0.0) -> None:
+    def start_renewing(self, every_s: float = 0.0) -> None:
         """Nothing: no claimant waits for a lease to expire."""
