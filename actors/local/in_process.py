@@ -164,7 +164,7 @@ class InProcessFleet:
 
 
 @dataclass(frozen=True)
-class Ended:
+class InProcessOutcome:
     """The outcome of a run, and the error of its own code if that ended it."""
 
     outcome: Stopped
@@ -175,7 +175,7 @@ def run_in_process(
     run: RunSpec,
     hear: Callable[[Event, Callable[[Event], None]], None] = lambda event, post: None,
     claimed: Callable[[], object] = lambda: None,
-) -> Ended:
+) -> InProcessOutcome:
     """Drive a run and run its one worker, until the run has stopped.
 
     `hear` gets each event of the training, on this thread, and a function that posts events.
@@ -210,7 +210,7 @@ def run_in_process(
     outcome = driving.result()
     with suppress(OSError):  # a lease that cannot be released expires
         lease.release()
-    return Ended(outcome, fleet.worker.error if fleet.worker else None)
+    return InProcessOutcome(outcome, fleet.worker.error if fleet.worker else None)
 
 
 @contextmanager

@@ -21,13 +21,13 @@ LOCK = "prepare.lock"
 SPLITS = ("train", "held_out")
 
 
-class Record(BaseModel):
+class IndexRecord(BaseModel):
     """A frozen record of the index that refuses unknown fields."""
 
     model_config = ConfigDict(frozen=True, extra="forbid")
 
 
-class ShardFile(Record):
+class ShardFile(IndexRecord):
     """One Arrow file of a column.
 
     `sha256` covers all values from the column's first up to this file's last. So the digest of a
@@ -44,7 +44,7 @@ class ShardFile(Record):
     first: int | None = None
 
 
-class DataSplit(Record):
+class DataSplit(IndexRecord):
     """One split: a stream of tokens, and the position in it where each document starts."""
 
     num_tokens: int
@@ -53,7 +53,7 @@ class DataSplit(Record):
     starts: tuple[ShardFile, ...]
 
 
-class Index(Record):
+class Index(IndexRecord):
     """The contents of a folder of prepared data, and the inputs that it was made from."""
 
     format: str

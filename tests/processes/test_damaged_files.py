@@ -18,7 +18,7 @@ from rich.console import Console
 
 from actors.controller.journal import open_journal, replay, replay_of
 from actors.controller.journal_repair import examine_journal, repair_journal
-from actors.local.in_process import Ended, run_in_process
+from actors.local.in_process import InProcessOutcome, run_in_process
 from actors.storage.errors import RunRefused
 from actors.storage.lease import claim
 from actors.storage.line_logs import LineLog
@@ -36,7 +36,7 @@ SETTINGS = ("data.seq_len=16", "checkpoint.every=4", "batch=6")
 STEPS, MORE_STEPS = 10, 12
 
 
-def train(storage: Path, steps: int) -> Ended:
+def train(storage: Path, steps: int) -> InProcessOutcome:
     request = TrainRequest("tiny", "run", str(storage), "1", None, steps, None, "random", SETTINGS)
     plan = make_plan(request, num_gpus=0)
     store_recipe(plan)

@@ -19,7 +19,7 @@ from expected import expected
 from harness import read_lines, run_in_processes
 from mlflow import MlflowClient
 
-from actors.local.in_process import Ended, run_in_process
+from actors.local.in_process import InProcessOutcome, run_in_process
 from actors.storage.lease import owner_of
 from actors.worker.step_protocol import Stepper
 from elastic.protocol.events import Event, StepCommitted
@@ -37,7 +37,7 @@ def request_for(storage: Path, steps: int, **changes: object) -> TrainRequest:
     )
 
 
-def train_here(request: TrainRequest, on_event=lambda event, post: None) -> Ended:
+def train_here(request: TrainRequest, on_event=lambda event, post: None) -> InProcessOutcome:
     """Train on the thread of the test, without MLflow."""
     plan = make_plan(request, num_gpus=0)
     store_recipe(plan)

@@ -16,7 +16,7 @@ from elastic.geometry.regions import Region
 from pipelines.settings.errors import UserError
 from pipelines.settings.overrides import similar_names
 from pipelines.training.workload.initial_values import draw, slices_of
-from pipelines.training.workload.recorded_init import Record, Recorder
+from pipelines.training.workload.recorded_init import RecordedFill, Recorder
 
 MAX_WHOLE_BYTES = 4 << 30
 """Up to this size of parameters each worker builds the whole module, as a plain script would. Of a
@@ -38,7 +38,7 @@ class InitialValues:
         self.model = model
         self.seed = seed
         self.most_bytes = most_bytes
-        self._values: dict[str, Tensor | Record] | None = None
+        self._values: dict[str, Tensor | RecordedFill] | None = None
         self._names: dict[int, str] = {}
         """The name of the first tensor of each draw, whose values its copies share."""
 
@@ -61,12 +61,12 @@ class InitialValues:
     def release(self) -> None:
         self._values = None
 
-    def _get(self) -> dict[str, Tensor | Record]:
+    def _get(self) -> dict[str, Tensor | RecordedFill]:
         if self._values is None:
             self._values = self._build()
         return self._values
 
-    def _build(self) -> dict[str, Tensor | Record]:
+    def _build(self) -> dict[str, Tensor | RecordedFill]:
         if not self.is_large:
             return {**build_on_host(self.model, self.seed).state_dict()}
         recorder = Recorder(self.seed)
@@ -75,7 +75,7 @@ class InitialValues:
         for _ in range(2):
             values = {name: recorder.record(value) or value for name, value in state.items()}
         for name, value in values.items():
-            if isinstance(value, Record):
+            if isinstance(value, RecordedFill):
                 self._names.setdefault(value.draw, name)
         whole = [name for name, value in state.items() if values[name] is value]
         num_bytes = sum(state[name].nbytes for name in whole)

@@ -111,7 +111,7 @@ class MixtureOfExperts(nn.Module):
         # One transfer, since the host waits for the device here: by rank, then by local expert.
         sent, received = torch.stack((counts, received_counts)).view(2, num_ranks, -1).tolist()
         to_each, from_each = [sum(part) for part in sent], [sum(part) for part in received]
-        arrived = _Exchange.apply(rows, to_each, from_each, group)
+        arrived = _TokenExchange.apply(rows, to_each, from_each, group)
         num_local = len(received[0])
         experts = torch.arange(num_local, device=rows.device).repeat(num_ranks)
         expert_of_row = experts.repeat_interleave(received_counts, output_size=len(arrived))
@@ -119,7 +119,7 @@ class MixtureOfExperts(nn.Module):
         back = order.argsort()
         num_rows = [sum(part) for part in zip(*received, strict=True)]
         done = self.experts(_Permute.apply(arrived, order, back), num_rows)
-        returned: Tensor = _Exchange.apply(
+        returned: Tensor = _TokenExchange.apply(
             _Permute.apply(done, back, order), from_each, to_each, group
         )
         return returned
@@ -164,7 +164,7 @@ class _Permute(torch.autograd.Function):
         return gradient[back], None, None
 
 
-class _Exchange(torch.autograd.Function):
+class _TokenExchange(torch.autograd.Function):
     """All-to-all of rows in rank order; the backward sends the gradients back."""
 
     @staticmethod

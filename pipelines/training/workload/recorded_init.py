@@ -151,7 +151,7 @@ CHANGED_COPIES: dict[Any, Callable[..., Distribution | None]] = {
 
 
 @dataclass
-class Record:
+class RecordedFill:
     """The content that a tensor's memory would have: uninitialised (None), or a distribution.
 
     It keeps the storage alive, so no other storage gets its key.
@@ -171,7 +171,7 @@ class Recorder(TorchDispatchMode):
         TorchDispatchMode.__init__(self)
         self._seed = seed
         self._least_elements = least_elements
-        self._records: dict[int, Record] = {}
+        self._records: dict[int, RecordedFill] = {}
         self._watched: dict[int, Tensor] = {}
         self._num_draws = 0
         self._real_draws: set[int] = set()
@@ -202,7 +202,7 @@ class Recorder(TorchDispatchMode):
         self._set_record(tensor, TruncatedNormal.between(mean, std, a, b))
         return tensor
 
-    def record(self, tensor: Tensor) -> Record | None:
+    def record(self, tensor: Tensor) -> RecordedFill | None:
         """How a tensor would be filled; None if it has real values."""
         record = self._records.get(storage_key(tensor))
         if record is None:
@@ -289,14 +289,16 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         self._num_draws += 1
         number = self._num_draws if draw is None else draw
-        self._records[storage_key(tensor)] = Record(tensor.detach(), distribution, number)
+        self._records[storage_key(tensor)] = RecordedFill(tensor.detach(), distribution, number)
 
-    def _records_in(self, args: Sequence[Any], options: Mapping[str, Any]) -> Iterator[Record]:
+    def _records_in(
+        self, args: Sequence[Any], options: Mapping[str, Any]
+    ) -> Iterator[RecordedFill]:
         for value in tensors_in((tuple(args), dict(options))):
             if storage_key(value) in self._records:
                 yield self._records[storage_key(value)]
 
-    def _fill(self, record: Record) -> None:
+    def _fill(self, record: RecordedFill) -> None:
         """Run the recorded operation; copies of one draw get the same values."""
         if self._records.pop(storage_key(record.tensor), None) is None:
             return
