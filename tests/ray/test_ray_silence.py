@@ -38,7 +38,7 @@ class Rows:
         return (torch.full((256,), float(index)) / 64,)
 
 def recipe():
-    settings = TrainSettings(batch=8, microbatch=2, steps=100000, checkpoint={"every": 0})
+    settings = TrainSettings(batch=8, microbatch=2, steps=100000, checkpoint={{"every": 0}})
     return Recipe(model, loss, optimizer, Rows, settings)
 
 def model():
