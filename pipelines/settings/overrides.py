@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Mapping, Sequence
-from difflib import get_close_matches
+from difflib import SequenceMatcher, get_close_matches
 from typing import Any, NamedTuple, get_origin
 
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
@@ -76,7 +76,8 @@ def similar_names(name: str, known: Sequence[str]) -> str:
     if members := [key for key in known if key.startswith(f"{name}.")]:
         return f"{name} is a group: " + ", ".join(members)
     last = name.rpartition(".")[2]
-    close = [key for key in known if _is_moved(name, key)]
+    moved = [key for key in known if _is_moved(name, key)]
+    close = sorted(moved, key=lambda key: -SequenceMatcher(None, name, key).ratio())
     if not close:
         by_last = {key.rpartition(".")[2]: key for key in reversed(known)}
         close = get_close_matches(name, known, n=3)

@@ -189,7 +189,9 @@ class Checks:
         self._generation = form.generation
         former, self._form = self._form, form
         check_mesh(form.assignment)
-        available = sorted(state.membership.warm - state.membership.draining)
+        # The rules after the event may drain a standby worker of this assignment.
+        draining = state.membership.draining - set(form.assignment.standbys)
+        available = sorted(state.membership.warm - draining)
         self._check_nodes(form, former, state)
         assert set(form.assignment.members) <= set(available), "a rank for a missing worker"
         memories = [
