@@ -80,7 +80,7 @@ def test_last_override_of_a_key_counts_and_the_recipe_is_unchanged() -> None:
         ("zzzz=1", "there are: model.kind"),
         ("model=1", "there is no such setting"),
         ("checkpoint=5", "checkpoint is a group: checkpoint.every, checkpoint.keep_last"),
-        ("every=5", "similar: checkpoint.every, snapshot.every, audit.every, straggler.every"),
+        ("every=5", "similar: audit.every, snapshot.every, straggler.every, checkpoint.every"),
         ("seed", "write key=value"),
         ("optimizer.lr=fast", "valid number"),
         ("optimizer.lr=-1", "greater than 0"),
