@@ -125,7 +125,7 @@ def test_recovery_times_of_the_readme_are_those_of_the_benchmark() -> None:
     shown_times = re.findall(r"(\d+\.\d+) s", table_of_peers)
     assert sorted(map(float, shown_times)) == sorted(float(f"{float(m):.3g}") for m in medians)
     first_sentence = README.read_text().split("**")[1]
-    assert set(re.findall(r"(\d+\.\d+) s", first_sentence)) < set(shown_times)
+    assert set(re.findall(r"(\d+\.\d+) s", first_sentence)) <= set(shown_times)
 
 
 def test_documentation_index_lists_each_page_once() -> None:
