@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from sim.controller_restarts import kill_controller
+from sim.faults import LONGEST_DELAY_S
 from sim.snapshot_server import SimSnapshotServer
 from sim.worker import SimWorker
 from sim.world import World
@@ -75,7 +76,7 @@ def _lose_a_report(world: World, worker: SimWorker) -> None:
 
 
 def _delay_a_report(world: World, worker: SimWorker) -> None:
-    world.links[worker.name].next_delay_s = world.random.uniform(0.1, 8.0)
+    world.links[worker.name].next_delay_s = world.random.uniform(0.1, LONGEST_DELAY_S)
 
 
 def _delay_an_order(world: World, worker: SimWorker) -> None:

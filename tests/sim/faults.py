@@ -97,6 +97,10 @@ HARMFUL = {
 STALLS = {"freeze", "hang", "hang the write"}
 """If a stalled worker alone holds its part of the state, the last checkpoint cannot be written."""
 
+DELAYS = {"delay an order", "delay a report"}
+LONGEST_DELAY_S = 8.0
+"""If `save_timeout_s` is shorter, a delayed message alone makes the last checkpoint too late."""
+
 RESTARTS = {"restart", "restart the controller", "take the lease"}
 """After these another controller reads what the one before it has written."""
 
