@@ -39,7 +39,9 @@ def override(settings: TrainSettings, changes: Iterable[str | Given]) -> TrainSe
             if not equals:
                 raise UserError(f"--set {change}: write key=value, e.g. optimizer.lr=3e-4")
         if key not in known:
-            raise UserError(f"--set {key}: there is no such setting; {similar_names(key, known)}")
+            raise UserError(
+                f"--set {key}: there is no such setting; {_similar_settings(key, known)}"
+            )
         _set(values, key.split("."), _parse(settings, key, text, written))
     return settings_from(values, "--set")
 
@@ -73,18 +75,25 @@ def differing_training_settings(old: TrainSettings, new: TrainSettings) -> list[
 
 def similar_names(name: str, known: Sequence[str]) -> str:
     """The end of an error message: the known names most similar to `name`, or all of them."""
-    if members := [key for key in known if key.startswith(f"{name}.")]:
-        return f"{name} is a group: " + ", ".join(members)
     last = name.rpartition(".")[2]
-    moved = [key for key in known if _is_moved(name, key)]
-    close = sorted(moved, key=lambda key: -SequenceMatcher(None, name, key).ratio())
-    if not close:
-        by_last = {key.rpartition(".")[2]: key for key in reversed(known)}
-        close = get_close_matches(name, known, n=3)
-        close += [by_last[part] for part in get_close_matches(last, list(by_last), n=3)]
+    by_last = {key.rpartition(".")[2]: key for key in reversed(known)}
+    close = get_close_matches(name, known, n=3)
+    close += [by_last[part] for part in get_close_matches(last, list(by_last), n=3)]
     if close:
         return "similar: " + ", ".join(dict.fromkeys(close))
     return "there are: " + ", ".join(known) if known else "there is none"
+
+
+def _similar_settings(name: str, known: Sequence[str]) -> str:
+    """As `similar_names`, but a group lists its settings, and a setting of another group comes
+    before names that only look alike."""
+    if members := [key for key in known if key.startswith(f"{name}.")]:
+        return f"{name} is a group: " + ", ".join(members)
+    moved = [key for key in known if _is_moved(name, key)]
+    if moved:
+        moved.sort(key=lambda key: -SequenceMatcher(None, name, key).ratio())
+        return "similar: " + ", ".join(moved)
+    return similar_names(name, known)
 
 
 def _is_moved(name: str, known: str) -> bool:
