@@ -141,7 +141,7 @@ class ControllerSession:
                 succeeded.append(kind)
             elif isinstance(command, Stopped):
                 self.outcome = command
-            self._publish(command)
+            self._inform_listeners(command)
         for name in (*succeeded, place):
             guarded.note_success(name)
         self._write_due(self._now)
@@ -193,9 +193,9 @@ class ControllerSession:
         lines = self._writer.before(Woke(), state, self._num_waiting())
         self._write_lines("Stopped", [*lines, command_line(self._now, stopped, state)])
         self.outcome = stopped
-        self._publish(stopped)
+        self._inform_listeners(stopped)
 
-    def _publish(self, command: Command) -> None:
+    def _inform_listeners(self, command: Command) -> None:
         for listener in tuple(self._listeners):
             listener.put(command)
 
