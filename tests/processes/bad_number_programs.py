@@ -8,12 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from replica_program import program_with
 from torch import Tensor, nn
 
 from actors.runtime.program import Applied, Evaluation, Groups, Interrupt
 from elastic.geometry.sample_order import batch_number
 from elastic.protocol.votes import Vote
-from pipelines.run.program import TrainingProgram
 from pipelines.settings import TrainSettings
 from pipelines.training.replica.replica import ShardedReplica
 from pipelines.training.workload.parallel_groups import ParallelGroups
@@ -147,18 +147,10 @@ class OverflowingSum(ShardedReplica):
         return sums
 
 
-def _program(replica: type[ShardedReplica]) -> type[TrainingProgram]:
-    class Program(TrainingProgram):
-        def build(self, groups: Groups) -> ShardedReplica:
-            return replica(self.workload, self.settings, groups)
-
-    return Program
-
-
-nan_loss = _program(NanLoss)
-infinite_gradient = _program(InfiniteGradient)
-always_nan = _program(AlwaysNan)
-spiking_batch = _program(SpikingBatch)
-overflowing_sum = _program(OverflowingSum)
-bad_evaluations = _program(BadEvaluations)
-bad_rate = _program(BadRate)
+nan_loss = program_with(NanLoss)
+infinite_gradient = program_with(InfiniteGradient)
+always_nan = program_with(AlwaysNan)
+spiking_batch = program_with(SpikingBatch)
+overflowing_sum = program_with(OverflowingSum)
+bad_evaluations = program_with(BadEvaluations)
+bad_rate = program_with(BadRate)

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import torch.distributed as dist
+from replica_program import program_with
 from torch import Tensor
 
-from actors.runtime.program import Groups, Interrupt
-from pipelines.run.program import TrainingProgram
+from actors.runtime.program import Interrupt
 from pipelines.training.replica.replica import ShardedReplica
 
 FATAL_STEP = 9
@@ -48,13 +48,5 @@ class LateBrokenDevice(BrokenDevice):
     is_late = True
 
 
-def _program(replica: type[BrokenDevice]) -> type[TrainingProgram]:
-    class Program(TrainingProgram):
-        def build(self, groups: Groups) -> BrokenDevice:
-            return replica(self.workload, self.settings, groups)
-
-    return Program
-
-
-raises_first = _program(BrokenDevice)
-raises_late = _program(LateBrokenDevice)
+raises_first = program_with(BrokenDevice)
+raises_late = program_with(LateBrokenDevice)

@@ -8,10 +8,10 @@ import time
 from collections.abc import Sequence
 
 import torch
+from replica_program import program_with
 
 from actors.distributed.stall import wait_for
-from actors.runtime.program import Groups, Interrupt
-from pipelines.run.program import TrainingProgram
+from actors.runtime.program import Interrupt
 from pipelines.training.replica.replica import ShardedReplica
 
 FATAL_STEP = 9
@@ -45,6 +45,4 @@ class HalfSent(ShardedReplica):
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-class HalfSentProgram(TrainingProgram):
-    def build(self, groups: Groups) -> ShardedReplica:
-        return HalfSent(self.workload, self.settings, groups)
+HalfSentProgram = program_with(HalfSent)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import ctypes
 from collections.abc import Sequence
 
+from replica_program import program_with
 from torch import Tensor
 
-from actors.runtime.program import Groups, Interrupt
-from pipelines.run.program import TrainingProgram
+from actors.runtime.program import Interrupt
 from pipelines.training.replica.replica import ShardedReplica
 
 STALLED_RANK, STALLED_STEPS, STALL_S = 1, (9, 12, 15), 3
@@ -23,6 +23,4 @@ class Stalled(ShardedReplica):
         return super().compute(step, interrupt, skipped_batches)
 
 
-class StalledProgram(TrainingProgram):
-    def build(self, groups: Groups) -> Stalled:
-        return Stalled(self.workload, self.settings, groups)
+StalledProgram = program_with(Stalled)

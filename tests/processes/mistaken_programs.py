@@ -7,11 +7,11 @@ import signal
 from collections.abc import Mapping, Sequence
 
 import torch
+from replica_program import program_with
 from torch import Tensor
 
-from actors.runtime.program import Applied, Evaluation, Groups, Interrupt
+from actors.runtime.program import Applied, Evaluation, Interrupt
 from elastic.protocol.votes import Vote
-from pipelines.run.program import TrainingProgram
 from pipelines.training.replica.replica import ShardedReplica
 from pipelines.training.workload.workload import ModuleInputs
 
@@ -76,17 +76,9 @@ class DiesOfAHeldOutSample(ShardedReplica):
         return super().evaluate(step, interrupt)
 
 
-def _program(replica: type[ShardedReplica]) -> type[TrainingProgram]:
-    class Sabotaged(TrainingProgram):
-        def build(self, groups: Groups) -> ShardedReplica:
-            return replica(self.workload, self.settings, groups)
-
-    return Sabotaged
-
-
-moments_zeroed = _program(ZeroesMoments)
-sample_doubled = _program(DoublesASample)
-gradients_scaled = _program(ScalesGradients)
-seeds_by_rank = _program(SeedsByRank)
-dies_of_a_sample = _program(DiesOfASample)
-dies_of_a_held_out_sample = _program(DiesOfAHeldOutSample)
+moments_zeroed = program_with(ZeroesMoments)
+sample_doubled = program_with(DoublesASample)
+gradients_scaled = program_with(ScalesGradients)
+seeds_by_rank = program_with(SeedsByRank)
+dies_of_a_sample = program_with(DiesOfASample)
+dies_of_a_held_out_sample = program_with(DiesOfAHeldOutSample)

@@ -7,10 +7,10 @@ import os
 import time
 from collections.abc import Sequence
 
+from replica_program import program_with
 from torch import Tensor
 
-from actors.runtime.program import Groups, Interrupt
-from pipelines.run.program import TrainingProgram
+from actors.runtime.program import Interrupt
 from pipelines.training.replica.replica import ShardedReplica
 
 FATAL_STEP = 20
@@ -33,6 +33,4 @@ class RaisingReplica(ShardedReplica):
         return sums
 
 
-class Program(TrainingProgram):
-    def build(self, groups: Groups) -> RaisingReplica:
-        return RaisingReplica(self.workload, self.settings, groups)
+Program = program_with(RaisingReplica)
