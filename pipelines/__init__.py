@@ -2,8 +2,6 @@
 
 A recipe is a function that returns `TrainSettings`. Start reading at `run.recipes` and
 `run.program`.
+
+This file imports nothing, so that `elastic --help` answers at once.
 """
-
-from pipelines.settings import TrainSettings
-
-__all__ = ["TrainSettings"]

@@ -14,8 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
-from pipelines.run.refusals import refuse_undecodable
-from pipelines.settings.errors import UserCodeFailed, UserError
+from pipelines.errors import UserCodeFailed, UserError, refuse_undecodable
 
 if TYPE_CHECKING:
     from pipelines.run.plan import TrainRequest
@@ -33,12 +32,10 @@ STORAGE_HELP = "Folder or URL that holds the runs, e.g. s3://bucket/runs."
 TABLE_WIDTH = 110
 """Width in characters when the output is not a terminal."""
 
-
 Changes = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, e.g. optimizer.lr=1e-3."),
 ]
-
 
 FaultOptions = Annotated[
     list[str] | None,
@@ -177,7 +174,7 @@ def _train(request: TrainRequest, is_dry_run: bool, is_in_process: bool) -> int:
     if is_dry_run:
         from pipelines.run.dry_run import dry_run
 
-        return dry_run(request, Console(width=None if sys.stdout.isatty() else TABLE_WIDTH))
+        return dry_run(request, _console_for_tables())
     if is_in_process:
         from pipelines.run.in_process import train_in_process
 
@@ -209,7 +206,7 @@ def status_command(
     """Show phase, workers, checkpoint and goodput of RUN."""
     from pipelines.observe.view.status import status
 
-    console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
+    console = _console_for_tables()
     raise typer.Exit(status(run, storage, price or (), watch, json_, console))
 
 
@@ -252,8 +249,7 @@ def sweep_command(
         recipe=recipe, storage=storage, steps=steps, data=data, changes=tuple(set_ or ())
     )
     request = SweepRequest(train, layouts, start_timeout)
-    width = None if sys.stdout.isatty() else TABLE_WIDTH
-    raise typer.Exit(sweep(request, Console(width=width)))
+    raise typer.Exit(sweep(request, _console_for_tables()))
 
 
 @app.command(name="reshard")
@@ -358,12 +354,16 @@ def doctor_command(
     """Check the environment, or the files of RUN, and print fixes."""
     from pipelines.doctor import DoctorRequest, check_run, doctor
 
-    console = Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
+    console = _console_for_tables()
     if run is not None:
         raise typer.Exit(check_run(run, storage, repair, console))
     if repair:
         raise UserError("--repair needs the name of a run: elastic doctor RUN --repair")
     raise typer.Exit(doctor(DoctorRequest(storage, tracking_uri, data, interface, ports), console))
+
+
+def _console_for_tables() -> Console:
+    return Console(width=None if sys.stdout.isatty() else TABLE_WIDTH)
 
 
 def main() -> None:

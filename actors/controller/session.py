@@ -85,6 +85,8 @@ class ControllerSession:
         self._listeners: list[queue.Queue[Command]] = []
         self._unsaved: PartFailed | None = None
         """The newest checkpoint whose writing failed, until a later one succeeds."""
+        self.has_trained = False
+        """Whether a step has committed in this session."""
         self.outcome: Stopped | None = None
 
     def post(self, event: Event) -> None:
@@ -211,6 +213,7 @@ class ControllerSession:
                 self._publisher.order(command)
             case RecordStep():
                 self._record(command.record)
+                self.has_trained = True
             case Stopped():
                 self.outcome = command
             case Resharded() | RolledBack() | Warned() | Waited() | LayoutAnswered():

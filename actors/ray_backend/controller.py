@@ -20,7 +20,7 @@ from actors.ray_backend.actor_names import Greeter
 from actors.ray_backend.cluster.head_watch import HeadWatch
 from actors.ray_backend.cluster.node_labels import head_host
 from actors.ray_backend.fleet import RayFleet
-from actors.ray_backend.observers import start_observers
+from actors.ray_backend.observers import make_observers
 from actors.runtime.code_digest import digest_of_sources
 from actors.runtime.network import Network, listen, listen_address
 from actors.runtime.orphan_guard import OrphanGuard, end_process
@@ -38,6 +38,10 @@ CONTROLLER_GROUPS = {"reports": 1, "samples": 1, "driver": 2, "layouts": 1}
 ATTEND_EVERY_S = 1.0
 
 POLL_EVERY_S = 5.0
+
+OBSERVERS_START_S = 20.0
+"""The observers start with the first step, and at the latest after this time: before, their imports
+would delay the workers'."""
 
 END_PATIENCE_S = 5.0
 
@@ -107,9 +111,10 @@ class RayController:
         )
         self._head = HeadWatch(self._me.gcs_address, run.head_patience_s, self._note_head_gone)
         epoch, is_heir = self._lease.epoch, self._lease.since < self._lease.epoch
-        self._observers = start_observers(
+        self._observers = make_observers(
             run.name, run.observers, run.orphan_timeout_s, epoch, is_heir
         )
+        self._observe_from = time.monotonic() + (0.0 if is_restarted else OBSERVERS_START_S)
         threading.Thread(target=self._drive, name="controller", daemon=True).start()
         threading.Thread(target=self._attend, name="attendance", daemon=True).start()
 
@@ -204,7 +209,7 @@ class RayController:
             time.sleep(ATTEND_EVERY_S)
             if self._greeter and self._shell.opened.is_set():
                 self._greeter.close()
-            if time.monotonic() - polled_at >= POLL_EVERY_S:
+            if self._is_observed() and time.monotonic() - polled_at >= POLL_EVERY_S:
                 polled_at = time.monotonic()
                 for observer in self._observers:
                     observer.poll()
@@ -217,6 +222,9 @@ class RayController:
             elif is_alone:
                 self._end()
             self._orphan_guard.hear()
+
+    def _is_observed(self) -> bool:
+        return self._shell.has_trained or time.monotonic() >= self._observe_from
 
     def _end(self) -> None:
         """End this actor for good: Ray restarts one that ends by a signal."""

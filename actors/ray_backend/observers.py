@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import threading
 import time
@@ -28,6 +29,9 @@ MAX_BACKOFF_S = 60.0
 SILENCE_S = 60.0
 """An observer that answers nothing for this long is replaced. Its work runs on another thread."""
 NUM_LAST_TRIES = 4
+NEVER_STARTED = (
+    "the run's observer had not started yet: its deliveries lack the run until it is resumed"
+)
 NICENESS = 10
 
 
@@ -72,7 +76,7 @@ class RayObserver:
 
 
 class SupervisedObserver:
-    """One observer, replaced when its process dies or no longer answers.
+    """One observer, started by the first poll, replaced when its process dies or no longer answers.
 
     A new process delivers what the previous one did not: the run's files are the spool.
     """
@@ -80,11 +84,11 @@ class SupervisedObserver:
     def __init__(self, start: Callable[[], Any], survivor: Any = None) -> None:
         """`survivor` is the actor of an earlier controller, or None."""
         self._start = start
-        self._actor = survivor or start()
+        self._actor = survivor
         self._num_losses = 0
         self._lock = threading.Lock()
-        self._is_lost = self._is_finishing = False
-        self._lost_at = 0.0
+        self._is_lost, self._is_finishing = survivor is None, False
+        self._lost_at = -math.inf
         self._heard_at = time.monotonic()
 
     def poll(self) -> None:
@@ -114,6 +118,8 @@ class SupervisedObserver:
         with self._lock:
             self._is_finishing = True
         patience_s = HEADLESS_PATIENCE_S if ends_directly else PATIENCE_S
+        if ends_directly and self._actor is None:
+            return NEVER_STARTED
         undelivered: str | None = None
         for _ in range(NUM_LAST_TRIES):
             if self._is_lost and not ends_directly:
@@ -154,16 +160,17 @@ class SupervisedObserver:
         self._is_lost, self._lost_at = True, time.monotonic()
 
     def _replace(self) -> None:
-        with suppress(ray.exceptions.RayError):
-            ray.kill(self._actor)  # it may hang
+        if self._actor is not None:
+            with suppress(ray.exceptions.RayError):
+                ray.kill(self._actor)  # it may hang
         self._actor = self._start()
         self._is_lost, self._heard_at = False, time.monotonic()
 
 
-def start_observers(
+def make_observers(
     run_name: str, factories: Sequence[Factory], orphan_timeout_s: float, epoch: int, is_heir: bool
 ) -> list[SupervisedObserver]:
-    """Start the run's observers; an heir takes over those of the controller before it."""
+    """The run's observers, not started yet; an heir takes over those of the controller before."""
     survivors = find_actors(run_name, "observer") if is_heir else {}
 
     def start(number: int) -> Any:

@@ -2,6 +2,6 @@
 
 from pipelines.api.live_run import LiveRun
 from pipelines.api.trainer import ElasticTrainer
-from pipelines.settings.errors import UserError
+from pipelines.errors import UserError
 
 __all__ = ["ElasticTrainer", "LiveRun", "UserError"]

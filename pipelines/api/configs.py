@@ -8,7 +8,7 @@ from typing import Any
 
 from ray.train import CheckpointConfig, FailureConfig, RunConfig, ScalingConfig
 
-from pipelines.settings.errors import UserError
+from pipelines.errors import UserError
 
 SCALING_HINTS = {
     "placement_strategy": "the layout decides the placement of workers; leave it out",

@@ -15,8 +15,8 @@ from actors.ray_backend.controller import DriverReport
 from actors.storage.checkpoint_files import find_checkpoints, folder_of
 from actors.storage.errors import ControllerLost
 from pipelines.api.tables import Tables
+from pipelines.errors import UserError
 from pipelines.observe.history.run_folder import RunFolder
-from pipelines.settings.errors import UserError
 
 NAMES = {
     "workers": "ScalingConfig(num_workers)",

@@ -17,6 +17,7 @@ from pipelines.api.configs import RunOptions, Scaling, changes_of
 from pipelines.api.live_run import LiveRun
 from pipelines.api.result import ended, in_terms_of_python
 from pipelines.api.trial import StepReports
+from pipelines.errors import UserError
 from pipelines.run.drive import (
     Interrupts,
     follow,
@@ -26,7 +27,6 @@ from pipelines.run.drive import (
 )
 from pipelines.run.plan import RunPlan, TrainRequest
 from pipelines.run.recipes import RecipeLike, load, name_of
-from pipelines.settings.errors import UserError
 
 
 class ElasticTrainer:

@@ -7,9 +7,9 @@ from collections import deque
 from typing import Any
 
 from pipelines.api.live_run import LiveRun
+from pipelines.errors import UserError
 from pipelines.observe.history.run_folder import Tail
 from pipelines.run.plan import RunPlan
-from pipelines.settings.errors import UserError
 
 LOOK_EVERY_S = 0.1
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from pipelines.custom_data.arrow import ArrowDataset
-from pipelines.settings.errors import UserError
+from pipelines.errors import UserError
 from pipelines.settings.home import expand_home
 
 DONE = "_WRITTEN"

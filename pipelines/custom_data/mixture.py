@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from itertools import accumulate
 from typing import Any
 
-from pipelines.settings.errors import UserError
+from pipelines.errors import UserError
 from pipelines.settings.recipe import Dataset
 
 

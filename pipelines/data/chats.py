@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, Protocol
 
 from pipelines.data.tokens import Tokenizer, find_tokenizer
 from pipelines.data.transformers_library import library
-from pipelines.settings.errors import UserError
+from pipelines.errors import UserError
 from pipelines.settings.home import expand_home
 
 Message = Mapping[str, str]

@@ -17,7 +17,7 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from pipelines.data.shards import is_prepared
-from pipelines.settings.errors import UserError
+from pipelines.errors import UserError
 from pipelines.settings.home import expand_home
 
 COLUMN = "text"

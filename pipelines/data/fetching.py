@@ -22,8 +22,8 @@ from actors.storage.storage import Storage
 from elastic.protocol.policy import backoff_s
 from pipelines.data.cache import CacheKey, HeldFile, ShardCache
 from pipelines.data.shards import OpenShard, ShardFile, damaged, open_shard
+from pipelines.errors import DataUnreachable, UserError
 from pipelines.settings import CacheSettings
-from pipelines.settings.errors import DataUnreachable, UserError
 from pipelines.settings.home import expand_home
 
 READ_BYTES = 1 << 23

@@ -12,7 +12,7 @@ from pipelines.data.prepare import HELD_OUT_FRACTION, input_digest, prepare_at
 from pipelines.data.prepared import named_place
 from pipelines.data.shards import INDEX, is_prepared
 from pipelines.data.tokens import Tokenizer, find_tokenizer
-from pipelines.settings.errors import UserError
+from pipelines.errors import UserError
 from pipelines.settings.home import expand_home
 
 RANDOM = "random"

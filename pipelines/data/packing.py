@@ -18,7 +18,7 @@ from pipelines.data.corpus import Corpus
 from pipelines.data.opening import DataPlan
 from pipelines.data.prepare import hash_of
 from pipelines.data.windows import Batch
-from pipelines.settings.errors import UserError
+from pipelines.errors import UserError
 from pipelines.settings.home import expand_home
 
 FORMAT = "elastic-chats/1"

@@ -33,7 +33,7 @@ from pipelines.data.shards import (
     write_index,
 )
 from pipelines.data.tokens import Tokenizer
-from pipelines.settings.errors import UserError
+from pipelines.errors import UserError
 
 HELD_OUT_FRACTION = 0.02
 NUM_CHARS_AT_ONCE = 1 << 20

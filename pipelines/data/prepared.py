@@ -10,8 +10,8 @@ from actors.storage.credentials import without_credentials
 from actors.storage.storage import Storage, is_remote, open_storage
 from pipelines.data.fetching import FetchedShards, retry, unreachable
 from pipelines.data.shards import FolderShards, Index, Shards, read_index
+from pipelines.errors import UserError
 from pipelines.settings import CacheSettings
-from pipelines.settings.errors import UserError
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ import pyarrow as pa
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from actors.storage.storage import DiskStorage, Storage
-from pipelines.settings.errors import DataUnreachable, UserError
+from pipelines.errors import DataUnreachable, UserError
 
 FORMAT = "elastic-tokens/1"
 INDEX = "index.json"

@@ -10,7 +10,7 @@ from typing import Protocol
 import numpy as np
 import tokenizers
 
-from pipelines.settings.errors import UserError
+from pipelines.errors import UserError
 from pipelines.settings.home import expand_home
 
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "<|begin_of_text|>", "</s>", "<eos>", "[SEP]")

@@ -7,7 +7,7 @@ import os
 from functools import cache
 from types import ModuleType
 
-from pipelines.settings.errors import UserError
+from pipelines.errors import UserError
 
 
 @cache

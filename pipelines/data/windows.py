@@ -12,7 +12,7 @@ import torch
 from pipelines.data.columns import Column
 from pipelines.data.fetching import FetchedShards
 from pipelines.data.prepared import Prepared, open_prepared
-from pipelines.settings.errors import UserError
+from pipelines.errors import UserError
 
 
 class Batch(NamedTuple):

@@ -17,10 +17,10 @@ from pipelines.doctor import machine, places, software
 from pipelines.doctor.cluster import cluster
 from pipelines.doctor.finding import CheckVerdict, Finding
 from pipelines.doctor.run_files import check_files, repair_run
+from pipelines.errors import UserError
 from pipelines.observe.history.formatting import counted
 from pipelines.observe.history.run_folder import RunFolder
 from pipelines.settings import TrainSettings
-from pipelines.settings.errors import UserError
 from pipelines.settings.overrides import override
 
 STYLES: dict[CheckVerdict, str] = {"ok": "green", "warning": "yellow", "failed": "red"}

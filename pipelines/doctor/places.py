@@ -20,9 +20,9 @@ from pipelines.data.opening import find_data
 from pipelines.data.prepared import open_prepared
 from pipelines.doctor.finding import BOUNDS, Bounds, Finding
 from pipelines.doctor.machine import free_disk
+from pipelines.errors import UserError
 from pipelines.observe.history.formatting import counted, duration, quantity
 from pipelines.observe.history.run_folder import default_tracking_uri, named_storage
-from pipelines.settings.errors import UserError
 
 PROBE_BYTES = 16 * 10**6
 PATIENCE_S = 5.0

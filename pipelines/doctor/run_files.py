@@ -18,6 +18,7 @@ from actors.storage.line_logs import LineLog, parse_line
 from actors.storage.storage import DiskStorage
 from elastic.protocol.wire import UnreadableJournal
 from pipelines.doctor.finding import Finding
+from pipelines.errors import UserError
 from pipelines.observe.history.formatting import counted
 from pipelines.observe.history.run_folder import (
     RECIPE,
@@ -27,7 +28,6 @@ from pipelines.observe.history.run_folder import (
 )
 from pipelines.observe.tracking.delivered import Delivered
 from pipelines.settings import TrainSettings
-from pipelines.settings.errors import UserError
 
 LOST = {
     RECIPE: "the stored settings: resume with the same recipe, --data and --set, since changes "

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from pipelines.data.transformers_library import library
+from pipelines.errors import UserError
 from pipelines.hugging_face.anatomy import Anatomy
 from pipelines.settings import LoraSettings
-from pipelines.settings.errors import UserError
 from pipelines.training.workload.initial_values import Constant, Distribution, kaiming_uniform
 
 BASE = ".base_layer."

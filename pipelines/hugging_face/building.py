@@ -11,8 +11,8 @@ from torch import Tensor, nn
 
 from actors.distributed.torch_private import direct_buffers, direct_parameters, transient_buffers
 from pipelines.data.transformers_library import library
+from pipelines.errors import UserError
 from pipelines.hugging_face.transformers_private import initialise, initialises
-from pipelines.settings.errors import UserError
 from pipelines.settings.home import expand_home
 
 CPU = torch.device("cpu")

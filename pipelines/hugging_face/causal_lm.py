@@ -14,6 +14,7 @@ from elastic.geometry.model_limits import Limits
 from elastic.geometry.regions import Region, chunk_interval
 from pipelines.data.synthetic import RandomWindows
 from pipelines.data.windows import Batch, Samples
+from pipelines.errors import UserError
 from pipelines.hugging_face.adapters import (
     adapter_distribution,
     add_adapters,
@@ -25,7 +26,6 @@ from pipelines.hugging_face.anatomy import Anatomy, Placeholder, anatomy_of
 from pipelines.hugging_face.building import build, draw_tensor, output_embedding, text_config
 from pipelines.hugging_face.initial_distribution import distribution
 from pipelines.settings import HuggingFaceSettings, LoraSettings
-from pipelines.settings.errors import UserError
 from pipelines.training.models.next_token import NextToken
 from pipelines.training.workload.initial_values import draw, slices_of
 from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups

@@ -9,8 +9,8 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from pipelines.errors import UserError
 from pipelines.settings import ExpertsSettings, TransformerSettings
-from pipelines.settings.errors import UserError
 from pipelines.settings.home import expand_home
 
 CONFIG = "config.json"

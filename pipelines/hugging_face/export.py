@@ -16,6 +16,7 @@ import torch
 from actors.storage.checkpoint_files import find_checkpoints
 from actors.storage.errors import DamagedCheckpoint
 from actors.storage.storage import make_durable, open_storage
+from pipelines.errors import UserError
 from pipelines.hugging_face.adapters import adapter_config, add_adapters, file_name, is_adapter
 from pipelines.hugging_face.building import build
 from pipelines.hugging_face.configuration import CONFIG, config_of
@@ -32,7 +33,6 @@ from pipelines.hugging_face.tensor_files import INDEX, ONE_FILE
 from pipelines.hugging_face.vocabulary import vocabulary_of, write_vocabulary
 from pipelines.observe.history.run_folder import RunFolder, find_run, refuse_other_format
 from pipelines.settings import HuggingFaceSettings, TrainSettings, TransformerSettings
-from pipelines.settings.errors import UserError
 from pipelines.settings.home import expand_home
 from pipelines.training.checkpoint.reader import Checkpoint
 from pipelines.training.workload.state import stored_dtype

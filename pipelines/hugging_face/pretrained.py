@@ -13,13 +13,13 @@ from torch import Tensor
 from elastic.geometry.regions import Region
 from elastic.geometry.tensor_specs import TensorSpec
 from pipelines.data.transformers_library import library
+from pipelines.errors import UserError
 from pipelines.hugging_face.adapters import base_name
 from pipelines.hugging_face.building import build
 from pipelines.hugging_face.configuration import CONFIG, read_config, settings_of
 from pipelines.hugging_face.names import EMBEDDING, HEAD, TensorPlace, parameter_shapes, place_of
 from pipelines.hugging_face.tensor_files import TensorFiles
 from pipelines.settings import HuggingFaceSettings, TrainSettings, TransformerSettings
-from pipelines.settings.errors import UserError
 from pipelines.settings.overrides import differing_training_settings
 
 DTYPES = ("F64", "F32", "BF16", "F16")

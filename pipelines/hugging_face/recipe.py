@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
+from pipelines.errors import UserError
 from pipelines.hugging_face.building import config_of_model, read_fields
 from pipelines.hugging_face.tensor_files import has_weights
 from pipelines.settings import DataSettings, HuggingFaceSettings, OptimizerSettings, TrainSettings
-from pipelines.settings.errors import UserError
 
 PREFIX = "hf:"
 TOKENIZER = "tokenizer.json"

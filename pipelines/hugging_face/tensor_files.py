@@ -12,7 +12,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from elastic.geometry.regions import Region
-from pipelines.settings.errors import UserError
+from pipelines.errors import UserError
 
 ONE_FILE = "model.safetensors"
 INDEX = "model.safetensors.index.json"

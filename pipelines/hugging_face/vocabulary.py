@@ -12,8 +12,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from actors.storage.storage import open_storage
 from pipelines.data.shards import Index, read_index
 from pipelines.data.tokens import SEPARATORS, ByteTokenizer, find_tokenizer
+from pipelines.errors import UserError
 from pipelines.settings import DataSettings
-from pipelines.settings.errors import UserError
 from pipelines.settings.home import expand_home
 
 

@@ -1,6 +1,6 @@
 """Errors of a custom training loop, each reported in one line."""
 
-from pipelines.settings.errors import UserError
+from pipelines.errors import UserError
 
 
 class LoopMisused(UserError):

@@ -8,10 +8,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from pipelines.errors import UserError
 from pipelines.loop.script import Script
 from pipelines.run.program import TrainingProgram
 from pipelines.settings import TrainSettings
-from pipelines.settings.errors import UserError
 from pipelines.settings.overrides import Given
 from pipelines.settings.recipe import Recipe
 from pipelines.training.custom.optimizer_checks import refuse_unfit

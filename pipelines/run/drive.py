@@ -41,13 +41,13 @@ from actors.storage.errors import (
 from actors.storage.lease import owner_of
 from actors.storage.storage import DiskStorage
 from elastic.protocol.commands import Stopped
+from pipelines.errors import UserError
 from pipelines.observe.history.follow import Follower
 from pipelines.observe.history.run_folder import named_storage
 from pipelines.observe.view.display import Display
 from pipelines.run.plan import RunPlan, TrainRequest, make_plan, store_recipe
 from pipelines.run.preflight import refuse_unstartable
 from pipelines.settings import TrainSettings
-from pipelines.settings.errors import UserError
 
 LAST_LINES_S = 30.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)

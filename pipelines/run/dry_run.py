@@ -20,12 +20,12 @@ from elastic.planner.layout_choice import plan_layout
 from elastic.planner.memory_model import worker_bytes
 from pipelines.data.opening import RANDOM, DataPlan, find_data
 from pipelines.data.packing import find_chats
+from pipelines.errors import UserError
 from pipelines.observe.history.formatting import counted, quantity
 from pipelines.observe.history.run_folder import RunFolder, named_storage
 from pipelines.run.plan import RunPlan, TrainRequest, make_plan, settings_of
 from pipelines.run.preflight import refuse_unstartable
 from pipelines.settings import MlpSettings, TrainSettings
-from pipelines.settings.errors import UserError
 
 DryRunReport = Iterator[tuple[str, str]]
 

@@ -8,7 +8,7 @@ from typing import cast
 
 from actors.runtime.fault_spec import MOMENTS, Action, Fault
 from elastic.protocol.events import WorkerDraining
-from pipelines.settings.errors import UserError
+from pipelines.errors import UserError
 
 _SENTENCE = re.compile(
     r"(?P<action>kill|stop|hang|raise in|remove|flip a bit in|nan in|slow) workers? "

@@ -18,13 +18,13 @@ from actors.ray_backend.driver import exit_code
 from actors.ray_backend.observers import PATIENCE_S as OBSERVER_PATIENCE_S
 from actors.storage.errors import RunRefused
 from elastic.protocol.events import Event, StopRequested
+from pipelines.errors import UserError
 from pipelines.observe.history.follow import Follower
 from pipelines.observe.history.progress import unit_of
 from pipelines.observe.view.display import Display
 from pipelines.run.drive import LAST_LINES_S, Interrupts
 from pipelines.run.plan import RunPlan, TrainRequest, make_plan, store_recipe
 from pipelines.run.refusals import parse_layout
-from pipelines.settings.errors import UserError
 
 NO_DEADLINE_S = 1e9
 """A worker that is paused in a debugger must not miss a deadline."""

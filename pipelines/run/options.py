@@ -16,8 +16,8 @@ from elastic.duties.membership import FIRST_BACKOFF_S, MAX_START_FAILURES
 from elastic.duties.rollback import MAX_ROLLBACKS
 from elastic.duties.snapshots import SERVER_GRACE_S
 from elastic.protocol.policy import Policy
+from pipelines.errors import UserError
 from pipelines.settings import TrainSettings
-from pipelines.settings.errors import UserError
 
 
 def policy_of(settings: TrainSettings, min_workers: int, max_workers: int, run_name: str) -> Policy:

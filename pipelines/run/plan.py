@@ -28,6 +28,7 @@ from elastic.protocol.events import RunOpened
 from elastic.protocol.policy import Policy
 from pipelines.data.opening import RANDOM, prepared_folder
 from pipelines.data.packing import prepare_chats
+from pipelines.errors import LayoutRefused, UserError
 from pipelines.hugging_face.pretrained import open_pretrained
 from pipelines.hugging_face.recipe import with_model_of_folder
 from pipelines.loop.script import Script
@@ -61,7 +62,6 @@ from pipelines.run.refusals import (
     refuse_unreadable,
 )
 from pipelines.settings import TrainSettings
-from pipelines.settings.errors import LayoutRefused, UserError
 from pipelines.settings.home import expand_home
 from pipelines.settings.overrides import Given, differing_training_settings, first_problem, override
 from pipelines.settings.recipe import Recipe

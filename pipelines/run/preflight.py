@@ -9,9 +9,9 @@ from actors.ray_backend.cluster.resources import NoSuchAccelerator, refuse_unkno
 from actors.runtime.network import ANYWHERE, Network, listen, listen_address
 from actors.runtime.pickling import first_unpicklable, why_unpicklable
 from actors.storage.errors import UnsuitableMachine
+from pipelines.errors import UserError
 from pipelines.loop.script import Script
 from pipelines.run.plan import RunPlan
-from pipelines.settings.errors import UserError
 from pipelines.settings.recipe import Recipe
 
 

@@ -18,6 +18,7 @@ from elastic.geometry.tensor_specs import TensorSpec
 from pipelines.data.packing import PackedChats
 from pipelines.data.prepared import open_prepared
 from pipelines.data.windows import Samples
+from pipelines.errors import UserError
 from pipelines.hugging_face.building import config_of_model
 from pipelines.hugging_face.causal_lm import CausalLMWorkload
 from pipelines.hugging_face.pretrained import open_pretrained
@@ -32,7 +33,6 @@ from pipelines.settings import (
     TrainSettings,
     TransformerSettings,
 )
-from pipelines.settings.errors import UserError
 from pipelines.settings.recipe import Recipe
 from pipelines.training.checkpoint.part_file import write_part
 from pipelines.training.checkpoint.reader import read_regions

@@ -14,6 +14,7 @@ from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
+from pipelines.errors import UserError
 from pipelines.hugging_face.recipe import PREFIX, finetune, hugging_face
 from pipelines.loop.script import Script, is_script, script_of
 from pipelines.run.refusals import refuse_unknown_recipe
@@ -26,7 +27,6 @@ from pipelines.settings import (
     TrainSettings,
     TransformerSettings,
 )
-from pipelines.settings.errors import UserError
 from pipelines.settings.overrides import similar_names
 from pipelines.settings.recipe import Recipe
 from pipelines.settings.user_code import user_code_errors

@@ -9,7 +9,7 @@ from importlib.metadata import entry_points
 from actors.storage.credentials import has_credentials, without_credentials
 from elastic.geometry.errors import ElasticError
 from elastic.geometry.target_layout import TargetLayout
-from pipelines.settings.errors import UserError
+from pipelines.errors import UserError, refuse_undecodable
 from pipelines.settings.overrides import similar_names
 
 MAX_WORKERS = 100_000
@@ -30,16 +30,6 @@ def refuse_unreadable(options: Mapping[str, object]) -> None:
         texts = [value] if isinstance(value, str) else value if isinstance(value, tuple) else []
         for text in texts:
             refuse_undecodable(option, text)
-
-
-def refuse_undecodable(option: str, text: str) -> None:
-    """Raises `UserError` for invalid UTF-8, which Python decodes to lone surrogates, and for
-    NUL."""
-    shown = text.encode("utf-8", "backslashreplace").decode()
-    if shown != text:
-        raise UserError(f"{option} {shown}: not valid UTF-8; rename or retype it")
-    if "\0" in text:
-        raise UserError(f"{option} {text!r}: contains a NUL character; remove it")
 
 
 def parse_workers(text: str) -> tuple[int, int]:

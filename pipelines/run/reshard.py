@@ -11,11 +11,11 @@ from actors.storage.errors import ControllerLost, RunNotDriven
 from actors.storage.lease import owner_of
 from elastic.geometry.target_layout import TargetLayout
 from elastic.protocol.commands import Resharded
+from pipelines.errors import UserError
 from pipelines.observe.history.formatting import duration
 from pipelines.observe.history.history_file import load_history
 from pipelines.observe.history.run_folder import RunFolder, find_run
 from pipelines.run.refusals import parse_layout, refuse_unreadable
-from pipelines.settings.errors import UserError
 
 PATIENCE_S = 120.0
 

@@ -19,6 +19,7 @@ from actors.storage.errors import ControllerLost
 from actors.storage.storage import is_remote
 from elastic.geometry.errors import ElasticError
 from elastic.geometry.layout import Layout
+from pipelines.errors import LayoutRefused, UserError
 from pipelines.observe.history.formatting import counted
 from pipelines.observe.history.progress import unit_of
 from pipelines.observe.history.run_folder import RunFolder, Tail, default_tracking_uri
@@ -27,7 +28,6 @@ from pipelines.run.drive import Interrupts, open_cluster, with_worker_resources
 from pipelines.run.plan import RunPlan, TrainRequest, make_plan, store_recipe
 from pipelines.run.preflight import refuse_unstartable
 from pipelines.run.recipes import name_of
-from pipelines.settings.errors import LayoutRefused, UserError
 
 EXPERIMENT = "sweep"
 NUM_STEPS = 10

@@ -8,6 +8,7 @@ from pydantic import field_validator
 
 from elastic.geometry.errors import ElasticError
 from elastic.reshard.parity import num_chunks_of
+from pipelines.errors import UserError
 from pipelines.settings.bounds import (
     Minutes,
     NonNegativeInt,
@@ -18,7 +19,6 @@ from pipelines.settings.bounds import (
     StragglerFactor,
     TimeFactor,
 )
-from pipelines.settings.errors import UserError
 from pipelines.settings.setting import Settings, setting
 
 

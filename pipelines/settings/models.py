@@ -6,8 +6,8 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
+from pipelines.errors import UserError
 from pipelines.settings.bounds import Depth, Fraction, NonNegativeInt, PositiveInt, Width
-from pipelines.settings.errors import UserError
 from pipelines.settings.setting import Settings, setting
 
 KIND = "The kind of model. The recipe chooses it."

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple, get_origin
 
 from pydantic import ConfigDict, PydanticUserError, TypeAdapter, ValidationError
 
-from pipelines.settings.errors import UserError
+from pipelines.errors import UserError
 from pipelines.settings.settings import RESUMABLE_SETTINGS, TrainSettings
 
 

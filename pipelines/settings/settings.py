@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, NonNegativeFloat, PositiveFloat, model_validator
 
+from pipelines.errors import UserError
 from pipelines.settings.bounds import (
     Fraction,
     NonNegativeInt,
@@ -17,7 +18,6 @@ from pipelines.settings.bounds import (
     Seed,
     Width,
 )
-from pipelines.settings.errors import UserError
 from pipelines.settings.fault_tolerance import (
     AuditSettings,
     CheckpointSettings,

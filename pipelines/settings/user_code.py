@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from pipelines.settings.errors import UserCodeFailed, UserError
+from pipelines.errors import UserCodeFailed, UserError
 
 MAX_MESSAGE = 300
 _PROJECT = Path(__file__).resolve().parents[2]

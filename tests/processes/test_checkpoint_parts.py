@@ -25,7 +25,7 @@ from elastic.geometry.regions import Region
 from elastic.geometry.shard_map import region_of, sharding_of
 from elastic.geometry.tensor_specs import TensorSpec
 from elastic.protocol.events import PartFile
-from pipelines.settings.errors import UserError
+from pipelines.errors import UserError
 from pipelines.training.checkpoint import part_file
 from pipelines.training.checkpoint.part_file import write_part
 from pipelines.training.checkpoint.reader import read_regions

@@ -27,10 +27,10 @@ from actors.storage.storage import DiskStorage
 from elastic.protocol.wire import FORMAT, encode
 from pipelines.cli import main
 from pipelines.doctor import check_run
+from pipelines.errors import UserError
 from pipelines.observe.history.run_folder import RunFolder
 from pipelines.run.in_process import without_deadlines
 from pipelines.run.plan import TrainRequest, make_plan, store_recipe
-from pipelines.settings.errors import UserError
 
 SETTINGS = ("data.seq_len=16", "checkpoint.every=4", "batch=6")
 STEPS, MORE_STEPS = 10, 12

@@ -26,10 +26,10 @@ from pipelines.data.prepare import prepare_at
 from pipelines.data.prepared import open_prepared
 from pipelines.data.tokens import find_tokenizer
 from pipelines.data.windows import Windows
+from pipelines.errors import UserError
 from pipelines.run.plan import TrainRequest, make_plan
 from pipelines.run.recipes import tiny
 from pipelines.settings import CacheSettings, TrainSettings
-from pipelines.settings.errors import UserError
 from pipelines.settings.overrides import override
 
 NUM_SHARD_ROWS = 2000

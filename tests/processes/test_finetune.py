@@ -19,13 +19,13 @@ from actors.runtime.fault_spec import Fault
 from elastic.geometry.regions import Region
 from elastic.geometry.sample_order import sample_of
 from elastic.protocol.events import WorkerDraining
+from pipelines.errors import UserError
 from pipelines.hugging_face.adapters import is_adapter
 from pipelines.hugging_face.causal_lm import positions_of
 from pipelines.hugging_face.export import export
 from pipelines.run.plan import TrainRequest, make_plan
 from pipelines.run.program import TrainingProgram
 from pipelines.settings import CheckpointSettings
-from pipelines.settings.errors import UserError
 from pipelines.training.workload.optimizer import learning_rate
 
 NUM_STEPS = 6

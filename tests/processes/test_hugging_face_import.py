@@ -32,11 +32,11 @@ from elastic.geometry.regions import Region
 from elastic.geometry.sample_order import batch_ids, sample_of
 from elastic.geometry.shard_map import region_of
 from pipelines.cli import main
+from pipelines.errors import UserError
 from pipelines.hugging_face import transformer_from
 from pipelines.hugging_face.export import export
 from pipelines.run.program import TrainingProgram
 from pipelines.settings import TransformerSettings
-from pipelines.settings.errors import UserError
 
 LAYOUTS = ("dp=2,fsdp=2", "fsdp=3", "fsdp=2,tp=2", "pp=2,tp=2")
 

@@ -25,12 +25,12 @@ from elastic.geometry.sample_order import sample_of
 from elastic.geometry.shard_map import region_of
 from elastic.geometry.target_layout import TargetLayout
 from elastic.protocol.events import LayoutRequested
+from pipelines.errors import UserError
 from pipelines.hugging_face.causal_lm import positions_of
 from pipelines.hugging_face.export import export
 from pipelines.run.plan import TrainRequest, make_plan
 from pipelines.run.recipes import load
 from pipelines.settings import CheckpointSettings, DataSettings, TrainSettings
-from pipelines.settings.errors import UserError
 from pipelines.training.workload.optimizer import learning_rate
 
 NUM_STEPS = 3

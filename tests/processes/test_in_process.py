@@ -23,10 +23,10 @@ from actors.local.in_process import InProcessOutcome, run_in_process
 from actors.storage.lease import owner_of
 from actors.worker.step_protocol import Stepper
 from elastic.protocol.events import Event, StepCommitted
+from pipelines.errors import UserError
 from pipelines.observe.history.run_folder import default_tracking_uri
 from pipelines.run.in_process import train_in_process, without_deadlines
 from pipelines.run.plan import TrainRequest, make_plan, settings_of, store_recipe
-from pipelines.settings.errors import UserError
 
 FLOAT64 = ("dtype=float64", "data.seq_len=16", "checkpoint.every=4", "batch=6")
 

@@ -12,7 +12,7 @@ from tokenizers.pre_tokenizers import ByteLevel
 
 from pipelines.data.chats import find_rendering
 from pipelines.data.packing import IGNORED, PackedChats, prepare_chats
-from pipelines.settings.errors import UserError
+from pipelines.errors import UserError
 
 CONVERSATION = [
     {"role": "system", "content": "Be brief."},

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from pipelines.custom_data.arrow import ArrowDataset
 from pipelines.custom_data.mixture import Mixture
-from pipelines.settings.errors import UserError
+from pipelines.errors import UserError
 
 WEIGHTS = st.lists(st.floats(0.01, 100.0), min_size=1, max_size=6)
 

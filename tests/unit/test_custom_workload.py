@@ -10,9 +10,9 @@ import torch
 from torch import nn
 
 from elastic.geometry.regions import Region
+from pipelines.errors import UserError
 from pipelines.run.plan import RunPlan, TrainRequest, make_plan, store_recipe
 from pipelines.settings import TrainSettings
-from pipelines.settings.errors import UserError
 from pipelines.settings.recipe import Recipe
 from pipelines.training.custom.custom_module import build_on_host, build_shapes, find_blocks
 from pipelines.training.custom.custom_shape import shape_of

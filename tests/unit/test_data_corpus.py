@@ -6,7 +6,7 @@ import pytest
 
 from pipelines.data.corpus import find_corpus
 from pipelines.data.shards import LOCK
-from pipelines.settings.errors import UserError
+from pipelines.errors import UserError
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from pipelines.data.corpus import find_corpus
 from pipelines.data.shards import INDEX
 from pipelines.data.tokens import find_tokenizer
 from pipelines.data.windows import Windows, verify
-from pipelines.settings.errors import UserError
+from pipelines.errors import UserError
 
 SHARD = "train-tokens-00001.arrow"
 

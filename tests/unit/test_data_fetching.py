@@ -17,8 +17,8 @@ from pipelines.data.prepared import Prepared
 from pipelines.data.shards import INDEX, read_index
 from pipelines.data.tokens import find_tokenizer
 from pipelines.data.windows import Windows
+from pipelines.errors import DataUnreachable, UserError
 from pipelines.settings import CacheSettings
-from pipelines.settings.errors import DataUnreachable, UserError
 
 
 class Store(DiskStorage):

@@ -8,7 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 
 from pipelines.data.corpus import WHOLE_TEXT_BYTES, documents_in
-from pipelines.settings.errors import UserError
+from pipelines.errors import UserError
 
 TEXTS = ["first\n", "zweites: äöü", "", "three 漢字 \U0001f600\n\n"] + [
     f"no {i}" for i in range(600)

@@ -20,7 +20,7 @@ from pipelines.data.opening import prepared_folder
 from pipelines.data.shards import INDEX, FolderShards, Index, read_index
 from pipelines.data.tokens import find_tokenizer
 from pipelines.data.windows import verify
-from pipelines.settings.errors import UserError
+from pipelines.errors import UserError
 
 TEXTS = [f"document {i}: " + "ä word " * (i % 7) for i in range(200)] + ["long " * 1000]
 

@@ -7,7 +7,7 @@ import tokenizers
 from tokenizers import decoders, models, pre_tokenizers, trainers
 
 from pipelines.data.tokens import find_tokenizer
-from pipelines.settings.errors import UserError
+from pipelines.errors import UserError
 
 TEXT = "the order of samples is a function of the seed, whatever the world; ä 漢 \U0001f600"
 

@@ -11,7 +11,7 @@ from pipelines.data.corpus import find_corpus
 from pipelines.data.synthetic import RandomWindows
 from pipelines.data.tokens import find_tokenizer
 from pipelines.data.windows import Windows
-from pipelines.settings.errors import UserError
+from pipelines.errors import UserError
 
 TEXTS = ["a" * 3, "b" * 50, "c", "d" * 17, "e" * 100, "f" * 2]
 SEPARATOR = 256

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from actors.runtime.fault_spec import Fault
+from pipelines.errors import UserError
 from pipelines.run.fault_sentences import parse_faults
-from pipelines.settings.errors import UserError
 
 
 def test_slow_fault_has_a_factor() -> None:

@@ -8,8 +8,8 @@ import pytest
 from rich.console import Console
 
 from elastic.planner.memory_model import FOOTPRINTS
+from pipelines.errors import UserError
 from pipelines.observe.view.footprint_table import footprint_tables, parse_counts
-from pipelines.settings.errors import UserError
 
 
 def test_footprints_match_the_zero_paper() -> None:

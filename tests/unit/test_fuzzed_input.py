@@ -25,13 +25,13 @@ from hypothesis import strategies as st
 from sim.fresh_seeds import base
 
 from pipelines.cli import main
+from pipelines.errors import UserError
 from pipelines.run.drive import plan_on_this_machine
 from pipelines.run.plan import TrainRequest
 from pipelines.run.recipes import RECIPES as NAMED
 from pipelines.run.recipes import mlp, tiny
 from pipelines.run.refusals import BUILT_IN
 from pipelines.run.sweep import SweepRequest, trials_of
-from pipelines.settings.errors import UserError
 from pipelines.settings.settings import RESUMABLE_SETTINGS
 
 NUM_EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "150"))

@@ -10,8 +10,8 @@ from torch.nn.functional import cross_entropy
 
 from elastic.geometry.regions import Region
 from pipelines.data.synthetic import RandomWindows
+from pipelines.errors import UserError
 from pipelines.settings import MlpSettings, TrainSettings, TransformerSettings
-from pipelines.settings.errors import UserError
 from pipelines.training.models.language_model import LanguageModelWorkload
 from pipelines.training.models.mlp import MlpWorkload
 from pipelines.training.models.next_token import IGNORED

@@ -13,8 +13,8 @@ from actors.distributed.store import open_store
 from actors.runtime.network import VARIABLES, Network, choose_interface, listen, listen_address
 from actors.snapshots.server import SnapshotServerProcess
 from actors.storage.errors import UnsuitableMachine
+from pipelines.errors import UserError
 from pipelines.run.plan import TrainRequest, make_plan
-from pipelines.settings.errors import UserError
 
 HOST = "127.0.0.1"
 

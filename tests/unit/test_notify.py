@@ -14,11 +14,11 @@ import pytest
 from written_runs import WrittenRun
 
 from elastic.protocol.commands import Waited
+from pipelines.errors import UserError
 from pipelines.observe.history.history import read_history
 from pipelines.observe.sidecar.notify import MAX_TRIES, Notifier, check_url
 from pipelines.observe.sidecar.sidecar import Sidecar
 from pipelines.run.plan import TrainRequest, make_plan, store_recipe
-from pipelines.settings.errors import UserError
 
 SECRET = "T0P-s3cret"
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from pipelines.settings.errors import UserError
+from pipelines.errors import UserError
 from pipelines.training.custom.optimizer_checks import refuse_unfit
 from pipelines.training.workload.optimizer import state_templates
 

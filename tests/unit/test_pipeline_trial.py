@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from elastic.geometry.model_limits import Limits
+from pipelines.errors import UserError
 from pipelines.settings import TrainSettings
-from pipelines.settings.errors import UserError
 from pipelines.settings.recipe import Recipe
 from pipelines.training.custom.custom_pipeline import parts_of
 from pipelines.training.custom.custom_shape import shape_of

@@ -7,10 +7,10 @@ from pathlib import Path
 
 import pytest
 
+from pipelines.errors import UserCodeFailed, UserError
 from pipelines.run.program import make_workload
 from pipelines.run.recipes import RECIPES, byte_lm, load, mlp, tiny, tiny_moe
 from pipelines.settings import DataSettings, TrainSettings
-from pipelines.settings.errors import UserCodeFailed, UserError
 from pipelines.training.workload.state import state_specs
 
 CUSTOM = """

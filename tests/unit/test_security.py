@@ -18,8 +18,8 @@ from actors.runtime.handshake import new_secret
 from actors.snapshots.server import SnapshotServerProcess
 from actors.storage.credentials import has_credentials, without_credentials
 from pipelines.cli import main
+from pipelines.errors import UserError
 from pipelines.run.plan import TrainRequest, make_plan, store_recipe
-from pipelines.settings.errors import UserError
 
 ROOT = Path(__file__).parents[2]
 PACKAGES = ("elastic", "actors", "pipelines")

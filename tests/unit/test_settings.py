@@ -11,6 +11,7 @@ from pydantic import ValidationError
 
 from actors.worker.worker_options import WorkerOptions
 from elastic.protocol.policy import Policy
+from pipelines.errors import UserError
 from pipelines.run.drive import warn_unsaved
 from pipelines.run.options import policy_of
 from pipelines.run.plan import TrainRequest, make_plan
@@ -26,7 +27,6 @@ from pipelines.settings import (
     StragglerSettings,
     TrainSettings,
 )
-from pipelines.settings.errors import UserError
 from pipelines.settings.overrides import differing_training_settings, override, settings_from
 from pipelines.settings.setting import entries_of
 from pipelines.settings.settings import RESUMABLE_SETTINGS

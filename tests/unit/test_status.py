@@ -18,12 +18,12 @@ from actors.storage.storage import DiskStorage
 from elastic.protocol.commands import NodeQuarantined, StartWorkers, Waited
 from elastic.protocol.events import Checkpointed, ComputeTimed, WorkerRaised
 from pipelines.cli import main
+from pipelines.errors import UserError
 from pipelines.observe.history.history import read_history
 from pipelines.observe.history.history_file import load_history
 from pipelines.observe.sidecar.run_metrics import metrics_of
 from pipelines.observe.view.status import parse_prices
 from pipelines.observe.view.status_report import RunStatus
-from pipelines.settings.errors import UserError
 
 
 @pytest.fixture

@@ -13,6 +13,7 @@ from rich.console import Console
 from written_runs import append
 
 from elastic.geometry.layout import Layout
+from pipelines.errors import UserError
 from pipelines.observe.history.run_folder import RunFolder
 from pipelines.observe.view.sweep_table import (
     ON_DEVICE,
@@ -25,7 +26,6 @@ from pipelines.observe.view.sweep_table import (
 )
 from pipelines.run.plan import TrainRequest
 from pipelines.run.sweep import SweepRequest, parse_layouts, sweep
-from pipelines.settings.errors import UserError
 
 TP2 = Layout(tp=2)
 

@@ -13,10 +13,10 @@ from zlib import crc32
 
 from actors.storage.line_logs import LineLog
 from elastic.protocol.wire import decode, encode
+from pipelines.errors import UserError
 from pipelines.observe.history.history import History
 from pipelines.observe.history.progress import unit_of
 from pipelines.observe.history.run_folder import RunFolder, Tail
-from pipelines.settings.errors import UserError
 
 NAME = "history.json"
 VERSION = 2

@@ -15,7 +15,7 @@ from actors.storage.credentials import without_credentials
 from actors.storage.file_names import STATISTICS
 from actors.storage.line_logs import LineLog, parse_line
 from actors.storage.storage import DiskStorage, Storage, open_storage
-from pipelines.settings.errors import UserError
+from pipelines.errors import UserError
 
 RUN_NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]{0,99}")
 RESERVED = frozenset({"data", "sweeps", "mlflow.db", "mlruns", "mlartifacts"})

@@ -12,11 +12,11 @@ from urllib.error import HTTPError, URLError
 from urllib.parse import urlsplit
 from urllib.request import HTTPRedirectHandler, Request, build_opener
 
+from pipelines.errors import UserError
 from pipelines.observe.history.formatting import duration, shortened
 from pipelines.observe.history.history import History
 from pipelines.observe.history.run_folder import RunFolder
 from pipelines.observe.tracking.attempts import Attempts
-from pipelines.settings.errors import UserError
 
 REQUEST_TIMEOUT_S = 5.0
 MAX_TRIES = 5

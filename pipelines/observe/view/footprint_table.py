@@ -9,7 +9,7 @@ from rich.table import Table
 
 from elastic.geometry.zero import PARTS, STAGES
 from elastic.planner.memory_model import FOOTPRINTS, Footprint, Precision
-from pipelines.settings.errors import UserError
+from pipelines.errors import UserError
 
 TITLES: dict[Precision, str] = {
     "half": "half precision throughout",

@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from datetime import datetime
 
 from actors.worker.worker_output import KEPT_BYTES, STREAMS, kept_name
+from pipelines.errors import UserError
 from pipelines.observe.history.formatting import by_number
 from pipelines.observe.history.membership import Membership
 from pipelines.observe.history.run_folder import RunFolder, Tail, find_run
-from pipelines.settings.errors import UserError
 
 RAYS_OWN = (":job_id:", ":actor_name:", ":task_name:")
 """Prefixes of lines that Ray writes into a worker's output for its own use."""

@@ -10,12 +10,12 @@ from rich.console import Console
 from rich.live import Live
 
 from actors.storage.lease import owner_of
+from pipelines.errors import UserError
 from pipelines.observe.history.history import History
 from pipelines.observe.history.history_file import FollowedHistory, load_history
 from pipelines.observe.history.run_folder import RunFolder, find_run
 from pipelines.observe.view.display import Display
 from pipelines.observe.view.status_report import RunStatus
-from pipelines.settings.errors import UserError
 
 LOOK_EVERY_S = 1.0
 JSON_EVERY_S = 10.0

@@ -16,7 +16,7 @@ from actors.storage.storage import Storage
 from elastic.geometry.regions import Region
 from elastic.geometry.tensor_specs import TensorSpec
 from elastic.reshard.checkpoint_shards import writers_of
-from pipelines.settings.errors import UserError
+from pipelines.errors import UserError
 from pipelines.training.checkpoint.part_file import WINDOW_BYTES, FilePiece, PartFileReader
 
 NUM_READERS = 4

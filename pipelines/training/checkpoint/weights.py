@@ -8,7 +8,7 @@ from torch import Tensor
 
 from actors.storage.checkpoint_files import find_checkpoints
 from actors.storage.storage import open_storage
-from pipelines.settings.errors import UserError
+from pipelines.errors import UserError
 from pipelines.training.checkpoint.reader import Checkpoint
 from pipelines.training.workload.state import OPTIMIZER
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from elastic.geometry.regions import Region
-from pipelines.settings.errors import UserError
+from pipelines.errors import UserError
 from pipelines.settings.overrides import similar_names
 from pipelines.training.workload.initial_values import draw, slices_of
 from pipelines.training.workload.recorded_init import RecordedFill, Recorder

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from actors.distributed.torch_private import is_view
-from pipelines.settings.errors import UserError
+from pipelines.errors import UserError
 from pipelines.settings.overrides import similar_names
 from pipelines.training.workload.workload import Layer, Style, starred
 

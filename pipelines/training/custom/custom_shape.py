@@ -9,7 +9,7 @@ from typing import Literal
 from torch import nn
 
 from elastic.geometry.model_limits import Limits
-from pipelines.settings.errors import UserError
+from pipelines.errors import UserError
 from pipelines.settings.overrides import similar_names
 from pipelines.training.custom.custom_pipeline import layers_of, parts_of, why_not_sequential
 from pipelines.training.workload.workload import Layer, ModelShape, Style, starred

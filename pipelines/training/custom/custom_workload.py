@@ -17,8 +17,8 @@ from torch.optim import Optimizer
 
 from elastic.geometry.model_limits import Limits
 from elastic.geometry.regions import Region
+from pipelines.errors import UserError
 from pipelines.settings import MlpSettings
-from pipelines.settings.errors import UserError
 from pipelines.settings.recipe import Dataset, Losses, Recipe
 from pipelines.training.custom.block_flow import flow_of
 from pipelines.training.custom.custom_module import (

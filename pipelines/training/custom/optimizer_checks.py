@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
-from pipelines.settings.errors import UserError
+from pipelines.errors import UserError
 from pipelines.training.workload.optimizer import LocalOptimizer, OptimizerFactory, state_templates
 from pipelines.training.workload.seeds import keyed_generator
 

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
+from pipelines.errors import UserError
 from pipelines.settings import TrainSettings
-from pipelines.settings.errors import UserError
 from pipelines.settings.recipe import Recipe
 from pipelines.training.custom.block_flow import in_dtypes, run_layers
 from pipelines.training.custom.custom_module import build_on_host, seeded

@@ -11,8 +11,8 @@ from elastic.geometry.model_limits import Limits
 from elastic.geometry.regions import Region, chunk_interval
 from pipelines.data.synthetic import RandomWindows
 from pipelines.data.windows import Batch, Samples
+from pipelines.errors import UserError
 from pipelines.settings import ExpertsSettings, TransformerSettings
-from pipelines.settings.errors import UserError
 from pipelines.training.models.next_token import NextToken
 from pipelines.training.models.transformer import Transformer, initial_std
 from pipelines.training.models.transformer_shape import transformer_shape

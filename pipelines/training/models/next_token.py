@@ -12,8 +12,8 @@ from torch.nn import functional
 from pipelines.data.prepared import Prepared
 from pipelines.data.synthetic import RandomWindows
 from pipelines.data.windows import Batch, Samples, Windows
+from pipelines.errors import UserError
 from pipelines.settings import DataSettings
-from pipelines.settings.errors import UserError
 from pipelines.training.tensor.tensor_parallel import vocab_parallel_logits
 from pipelines.training.workload.optimizer import OptimizerFactory
 from pipelines.training.workload.parallel_groups import ParallelGroups

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW, Optimizer
 
+from pipelines.errors import UserError
 from pipelines.settings import OptimizerSettings
-from pipelines.settings.errors import UserError
 
 
 class OptimizerFactory(Protocol):

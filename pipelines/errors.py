@@ -25,3 +25,13 @@ class LayoutRefused(UserError):
 
 class DataUnreachable(UserError, UnsuitableMachine):
     """This machine cannot read the run's data; other machines may be able to."""
+
+
+def refuse_undecodable(option: str, text: str) -> None:
+    """Raises `UserError` for invalid UTF-8, which Python decodes to lone surrogates, and for
+    NUL."""
+    shown = text.encode("utf-8", "backslashreplace").decode()
+    if shown != text:
+        raise UserError(f"{option} {shown}: not valid UTF-8; rename or retype it")
+    if "\0" in text:
+        raise UserError(f"{option} {text!r}: contains a NUL character; remove it")
