@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 import typer
 from rich.console import Console
 
+from actors.runtime.factory import quick_imports
 from pipelines.errors import UserCodeFailed, UserError, refuse_undecodable
 
 if TYPE_CHECKING:
@@ -145,7 +146,8 @@ def train(
     from pipelines.run.refusals import refuse_early
 
     refuse_early(recipe, workers, layout)
-    from pipelines.run.plan import TrainRequest
+    with quick_imports():
+        from pipelines.run.plan import TrainRequest
 
     request = TrainRequest(
         recipe=recipe,
@@ -179,8 +181,8 @@ def _train(request: TrainRequest, is_dry_run: bool, is_in_process: bool) -> int:
         from pipelines.run.in_process import train_in_process
 
         return train_in_process(request, Console())
-    from pipelines.run.drive import drive
-
+    with quick_imports():
+        from pipelines.run.drive import drive
     return drive(request, Console())
 
 
@@ -206,8 +208,7 @@ def status_command(
     """Show phase, workers, checkpoint and goodput of RUN."""
     from pipelines.observe.view.status import status
 
-    console = _console_for_tables()
-    raise typer.Exit(status(run, storage, price or (), watch, json_, console))
+    raise typer.Exit(status(run, storage, price or (), watch, json_, _console_for_tables()))
 
 
 @app.command(name="logs")
@@ -248,8 +249,7 @@ def sweep_command(
     train = TrainRequest(
         recipe=recipe, storage=storage, steps=steps, data=data, changes=tuple(set_ or ())
     )
-    request = SweepRequest(train, layouts, start_timeout)
-    raise typer.Exit(sweep(request, _console_for_tables()))
+    raise typer.Exit(sweep(SweepRequest(train, layouts, start_timeout), _console_for_tables()))
 
 
 @app.command(name="reshard")

@@ -18,11 +18,11 @@ from actors.ray_backend.cluster.connection import check_reachable, in_one_line, 
 from actors.ray_backend.cluster.ray_private import (
     ON_HEAD,
     SYSTEM_CONFIG,
-    end_log_monitor,
     make_token,
     private_processes,
     silence_driver_logs,
     take_token,
+    without_unused_services,
 )
 from actors.ray_backend.cluster.sessions import Guard
 from actors.ray_backend.controller import CONTROLLER_GROUPS, DriverReport, RayController
@@ -111,14 +111,13 @@ def _start(options: dict[str, Any]) -> None:
     try:
         make_token()
         _hold.guard = Guard()
-        with private_processes(_hold.guard):
+        with private_processes(_hold.guard), without_unused_services():
             ray.init(
                 address="local",
                 include_dashboard=False,
                 _system_config=dict(SYSTEM_CONFIG),
                 **options,
             )
-        end_log_monitor()
     except Exception as error:  # Ray raises the error of the cause, or a bare Exception
         keep_logs()
         ray.shutdown()

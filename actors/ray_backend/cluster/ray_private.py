@@ -8,18 +8,19 @@ import re
 import signal
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from importlib.util import find_spec
 from pathlib import Path
 from secrets import token_hex
 from typing import Any
 
 import ray._private.worker as driver
-from ray._private import services, state
+from ray._private import ray_constants, services, state, utils
 from ray._private.authentication.authentication_token_setup import (
     AuthenticationTokenLoader,
     _get_default_token_path,
     maybe_enable_token_auth_if_token_available,
 )
-from ray._private.utils import get_ray_address_file
+from ray._private.node import Node
 from ray.core.generated import autoscaler_pb2
 
 from actors.ray_backend.cluster.sessions import Guard
@@ -50,7 +51,7 @@ def recorded_address() -> str | None:
     """
     with suppress(OSError):  # there is no such file, or it is a link
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
-        with open(os.open(get_ray_address_file(None), flags)) as file:
+        with open(os.open(utils.get_ray_address_file(None), flags)) as file:
             if os.fstat(file.fileno()).st_uid in (0, os.geteuid()):
                 return file.read().strip() or None
     return None
@@ -132,13 +133,57 @@ def take_token() -> None:
     maybe_enable_token_auth_if_token_available(warn_if_disabled=False)
 
 
-def end_log_monitor() -> None:
-    """End the process of a private cluster that forwards workers' output to a driver.
+AGENT_NEEDS = (
+    "aiohttp",
+    "aiohttp_cors",
+    "grpc",
+    "opencensus",
+    "opentelemetry",
+    "prometheus_client",
+)
+"""What Ray imports in this process to find out whether its agents can import it."""
 
-    With `log_to_driver` off nothing reads its output, but it still looks for new files ten times a
-    second, which costs a hundredth of a core. Only `ray start` has a public switch for it.
+
+NOWHERE = b"127.0.0.1:9"
+"""The port of the discard service, which no machine offers any more."""
+
+
+@contextmanager
+def without_unused_services() -> Iterator[None]:
+    """Start none of the services that a private cluster does not need, and import nothing for them.
+
+    Of these, `ray.init` can leave out only the dashboard's pages, not its server, for which it
+    waits 2 s. The log monitor forwards workers' output to a driver, where nothing reads it; the
+    monitor starts machines. The imports take 1 s.
     """
-    driver._global_node.kill_log_monitor(check_alive=False)
+    replaced: list[tuple[Any, str, Callable[..., None]]] = [
+        (Node, "start_api_server", _announce_no_server),
+        (Node, "start_monitor", _do_nothing),
+        (Node, "start_log_monitor", _do_nothing),
+    ]
+    if all(find_spec(name) for name in AGENT_NEEDS):
+        replaced.append((utils, "get_dashboard_dependency_error", _do_nothing))
+    before = [getattr(owner, name) for owner, name, _ in replaced]
+    for owner, name, replacement in replaced:
+        setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        for (owner, name, _), original in zip(replaced, before, strict=True):
+            setattr(owner, name, original)
+
+
+def _announce_no_server(node: Node, **options: object) -> None:
+    """Give an address at which nothing listens as that of the dashboard's server.
+
+    Without one, the agent of each node looks for it every second, and logs 20 lines each time.
+    """
+    address, space = ray_constants.DASHBOARD_ADDRESS, ray_constants.KV_NAMESPACE_DASHBOARD
+    node.get_gcs_client().internal_kv_put(address.encode(), NOWHERE, True, space)
+
+
+def _do_nothing(*arguments: object, **options: object) -> None:
+    pass
 
 
 def draining_nodes() -> dict[str, float]:

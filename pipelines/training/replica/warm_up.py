@@ -13,6 +13,7 @@ import torch.distributed as dist
 
 from actors.distributed.meshes import form_groups
 from actors.distributed.torch_private import reset_group_tables
+from actors.runtime.factory import quick_imports
 from actors.runtime.program import Groups
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.layout import Layout
@@ -42,7 +43,8 @@ def warm_up(
     This runs torch's lazy imports and fills first-call caches. The process must have no groups. It
     must run on the training thread, because some of these caches are per thread.
     """
-    torch_pipelining()
+    with quick_imports():
+        torch_pipelining()
     miniature = workload.miniature()
     microbatch = settings.microbatch if miniature.has_constant_size else 1
     changes = {"batch": 2 * microbatch, "microbatch": microbatch, "eval_samples": 1}
