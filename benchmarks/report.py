@@ -148,7 +148,9 @@ def commit() -> str:
             check=False,
         ).stdout.strip()  # fmt: skip
 
-    changed = git("status", "--porcelain", "--untracked-files=no", "--", "..", ":!results")
+    changed = git(
+        "status", "--porcelain", "--untracked-files=no", "--", "..", ":!results", ":!README.md"
+    )
     return git("rev-parse", "--short", "HEAD") + ("+" if changed else "")
 
 

@@ -118,15 +118,20 @@ def count(
     kill_ours(run, 0)
     lines = {line["node"]: line for line in run.lines_of("SnapshotServerReported")}
     opened, steps = run.lines_of("RunOpened")[0], run.lines_of("StepCommitted")
-    whole = [s for s in steps if s["vote"]["num_snapshots"] == NUM_WORKERS]
-    first_generation = [s for s in whole if s["generation"] == whole[0]["generation"]]
+    # The journal has the first step of a generation with whole snapshots, the metrics have all.
+    first = next(line for line in steps if line["vote"]["num_snapshots"] == NUM_WORKERS)
+    whole = [
+        line
+        for line in run.metrics
+        if line["generation"] == first["generation"] and line["step"] >= first["vote"]["step"]
+    ]
     return Cost(
         num_nodes,
         redundancy,
         opened["job"]["state_bytes"],
         steps[0]["record"]["tokens"],
         pairs_s,
-        len(first_generation),
+        len(whole),
         *(
             sum(line[field] for line in lines.values())
             for field in ("taken_bytes", "received_bytes", "memory_bytes")
