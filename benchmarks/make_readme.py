@@ -37,41 +37,35 @@ def render(results: Mapping[str, Result]) -> str:
     """The full page."""
     texts = explanations()
     parts = [texts[""], "## Results", summary(results)]
-    for name in NAMES:
-        parts += section(name, results.get(name), texts.get(name, ""))
+    for name, result in in_order(results):
+        parts += section(name, result, texts.get(name, ""))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
 def summary(results: Mapping[str, Result]) -> str:
     """A table with one row for each benchmark."""
     rows = []
-    for name in NAMES:
-        result = results.get(name)
-        if result is None:
-            rows.append([f"`{name}.py`", "not recorded yet", "", ""])
-            continue
+    for name, result in in_order(results):
         missed = [must["what"] for must in result["musts"] if not must["met"]]
         verdict = f"**missed**: {'; '.join(missed)}" if missed else "all met"
-        where = result["commit"] or "recorded by hand"
-        rows.append([f"[`{name}.py`](#{name})", verdict, result["date"], where])
+        rows.append([f"[`{name}.py`](#{name})", verdict, result["date"], result["commit"]])
     return table(["program", "musts", "date", "commit"], rows)
 
 
-def section(name: str, result: Result | None, text: str) -> list[str]:
+def in_order(results: Mapping[str, Result]) -> list[tuple[str, Result]]:
+    return [(name, results[name]) for name in NAMES if name in results]
+
+
+def section(name: str, result: Result, text: str) -> list[str]:
     """The section of one benchmark: its tables and its text."""
-    parts = [f"### {name}"]
-    if result is not None:
-        by_hand = result["recorded"] == "by hand"
-        source = "recorded by hand" if by_hand else f"commit {result['commit']}"
-        parts.append(f"`{result['command']}` · {result['date']} · {source} · {result['machine']}")
-        if result["musts"]:
-            columns = ["must", "measured", "bound", ""]
-            parts.append(table(columns, [must_row(must) for must in result["musts"]]))
-        for entry in result["tables"]:
-            parts += [
-                f"{entry['title']}:" if entry["title"] else "",
-                table(entry["columns"], entry["rows"]),
-            ]
+    source = f"{result['date']} · commit {result['commit']} · {result['machine']}"
+    parts = [f"### {name}", f"`{result['command']}` · {source}"]
+    if result["musts"]:
+        columns = ["must", "measured", "bound", ""]
+        parts.append(table(columns, [must_row(must) for must in result["musts"]]))
+    for entry in result["tables"]:
+        title = f"{entry['title']}:" if entry["title"] else ""
+        parts += [title, table(entry["columns"], entry["rows"])]
     return [*parts, text]
 
 

@@ -126,7 +126,6 @@ def write_result(
 ) -> None:
     """Write one JSON object: commit, date, machine, versions, command, tables and musts."""
     result = {
-        "recorded": "by the program",
         "date": str(date.today()),
         "commit": commit(),
         "machine": machine(),
