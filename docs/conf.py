@@ -9,7 +9,6 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 
 from docutils import nodes
-from pygments.lexers.special import TextLexer
 from sphinx import addnodes
 from sphinx.application import Sphinx
 from sphinx.util.docutils import SphinxDirective
@@ -33,7 +32,7 @@ html_css_files = ["site.css"]
 html_show_copyright = False
 html_copy_source = False
 
-extensions = ["myst_parser", "sphinx.ext.autodoc"]
+extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinxcontrib.mermaid"]
 root_doc = "docs/README"
 include_patterns = ["*.md", "docs/*.md", "benchmarks/README.md"]
 exclude_patterns = ["build", ".venv", "runs", "elastic", "actors", "pipelines", "tests"]
@@ -41,6 +40,7 @@ highlight_language = "text"
 default_role = "code"
 
 myst_heading_anchors = 4
+myst_fence_as_directive = {"mermaid"}
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 
@@ -155,7 +155,6 @@ def _shown(default: object) -> str:
 
 
 def setup(app: Sphinx) -> dict[str, bool]:
-    app.add_lexer("mermaid", TextLexer)
     app.add_directive("source-tree", SourceTree)
     app.connect("source-read", add_toctrees)
     app.connect("doctree-read", link_sources, priority=100)
