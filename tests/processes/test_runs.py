@@ -164,8 +164,9 @@ def test_survivor_that_cannot_roll_forward_is_replaced(
 def test_blocked_survivor_is_killed(tmp_path: Path, undisturbed: Outcome) -> None:
     """w1 hangs in code outside of torch, where a further thread would hang too."""
     faults = (Fault("kill", "w2", 20, "apply"), Fault("hang", "w1", 20, "reading"))
+    settings = with_recorded_samples(tmp_path)
     run = run_in_processes(
-        tmp_path, with_recorded_samples(tmp_path), 4, layout="dp=4", faults=faults
+        tmp_path, settings, 4, layout="dp=4", faults=faults, collective_timeout_s=10.0
     )
     assert_same_training(run, undisturbed)
     assert_no_step_repeated(run)

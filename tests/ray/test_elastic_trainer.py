@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,10 +30,16 @@ class Script:
 
 @pytest.fixture(scope="module")
 def script(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Script]:
-    storage = tmp_path_factory.mktemp("runs")
+    with run_script(tmp_path_factory.mktemp("runs"), "fits", "handles") as script:
+        yield script
+
+
+@contextmanager
+def run_script(storage: Path, *parts: str) -> Iterator[Script]:
+    """Run these parts of the user's script on a Ray of its own."""
     with ray_folder() as folder:
         ended = subprocess.run(
-            [sys.executable, str(Path(__file__).with_name("user_script.py")), str(storage)],
+            [sys.executable, str(Path(__file__).with_name("user_script.py")), storage, *parts],
             capture_output=True,
             text=True,
             timeout=2 * PATIENCE_S,
@@ -82,20 +89,6 @@ def test_start_with_the_same_name_resumes_the_run(script: Script) -> None:
     assert {"layout", "checkpoint", "stopped"} <= set(observed["events"])
 
 
-def test_tune_runs_two_trials_on_one_cluster(script: Script) -> None:
-    observed = script.observed["trials"]
-    assert not observed["errors"] and len(observed["trials"]) == 2
-    runs = [Path(trial["run"]) for trial in observed["trials"]]
-    assert len(set(runs)) == 2 and observed["best"] in map(str, runs)
-    for trial, run in zip(observed["trials"], runs, strict=True):
-        assert trial["step"] == 6 and trial["training_iteration"] == 3
-        recipe = json.loads((run / "recipe.json").read_text())
-        assert recipe["settings"]["optimizer"]["lr"] == trial["config"]["optimizer.lr"]
-        [stopped] = [x for x in read_lines(run / "journal.jsonl") if x.get("command") == "Stopped"]
-        assert stopped["outcome"] == "interrupted" and stopped["step"] >= 6
-        assert any((run / "checkpoints").glob(f"step-{stopped['step']:08d}-*/manifest.json"))
-
-
 def test_ray_dataset_is_read_by_index(script: Script) -> None:
     observed = script.observed["data"]
     assert (
@@ -107,3 +100,20 @@ def test_ray_dataset_is_read_by_index(script: Script) -> None:
 def test_ray_stays_initialized_and_no_actor_is_left(script: Script) -> None:
     assert script.observed["ray_is_kept"]
     assert not script.observed["left"]
+
+
+@pytest.mark.soak
+def test_tune_runs_two_trials_on_one_cluster(tmp_path: Path) -> None:
+    with run_script(tmp_path, "trials") as script:
+        observed, left = script.observed["trials"], script.observed["left"]
+    assert not left
+    assert not observed["errors"] and len(observed["trials"]) == 2
+    runs = [Path(trial["run"]) for trial in observed["trials"]]
+    assert len(set(runs)) == 2 and observed["best"] in map(str, runs)
+    for trial, run in zip(observed["trials"], runs, strict=True):
+        assert trial["step"] == 6 and trial["training_iteration"] == 3
+        recipe = json.loads((run / "recipe.json").read_text())
+        assert recipe["settings"]["optimizer"]["lr"] == trial["config"]["optimizer.lr"]
+        [stopped] = [x for x in read_lines(run / "journal.jsonl") if x.get("command") == "Stopped"]
+        assert stopped["outcome"] == "interrupted" and stopped["step"] >= 6
+        assert any((run / "checkpoints").glob(f"step-{stopped['step']:08d}-*/manifest.json"))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from functools import partial
 from pathlib import Path
 
 import psutil
@@ -45,15 +46,16 @@ def test_killed_gcs_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
 
 
 def test_killed_observers_are_replaced_and_deliver_all_metrics(tmp_path: Path) -> None:
-    with elastic_train(tmp_path, *TINY, "--steps", "300") as command:
-        command.wait_for_step(10)
-        [first] = processes_of_run(command, "RayObserver")
+    with elastic_train(tmp_path, *TINY, "--steps", "600") as command:
+        observers = partial(processes_of_run, command, "RayObserver")
+        command.wait_until(observers, "an observer")
+        [first] = observers()
         first.kill()
         command.wait_until(
-            lambda: [p for p in processes_of_run(command, "RayObserver") if p.pid != first.pid],
+            lambda: [process for process in observers() if process.pid != first.pid],
             "another observer",
         )
-        for second in processes_of_run(command, "RayObserver"):
+        for second in observers():
             second.suspend()  # so that it cannot deliver the end before it is killed
         while not command.lines("Stopped"):
             time.sleep(0.05)

@@ -131,18 +131,18 @@ def remaining_actors() -> list[str]:
         time.sleep(0.5)
 
 
+PARTS = {"fits": fit_runs, "handles": control_run, "trials": run_trials}
+
+
 def main() -> None:
-    storage = sys.argv[1]
+    """Run these parts in turn, and read rows of Ray Data at the end, since it keeps its actors."""
+    storage, *parts = sys.argv[1:]
     ray.init(num_cpus=NUM_CPUS, include_dashboard=False, namespace="mine")
     handler_before = signal.getsignal(signal.SIGTERM)
-    observed = {
-        "fits": fit_runs(storage),
-        "handles": control_run(storage),
-        "trials": run_trials(storage),
-    }
+    observed: dict[str, Any] = {part: PARTS[part](storage) for part in parts}
     is_ray_kept = ray.is_initialized() and signal.getsignal(signal.SIGTERM) is handler_before
     observed |= {"ray_is_kept": is_ray_kept, "left": remaining_actors()}
-    observed["data"] = read_ray_data(storage)  # Ray Data keeps its actors
+    observed["data"] = read_ray_data(storage)
     print(json.dumps(observed, default=str))
 
 
