@@ -147,6 +147,7 @@ def run_rank(world_rank: int, folder: Path) -> None:
     """Train each case that has this rank."""
     torch.set_num_threads(1)
     store = open_file_store(folder, NUM_PROCESSES)
+    gc.freeze()  # the counts need not walk the million objects that imports created
     for case in SIZE_CASES + OTHER_CASES:
         layout = Layout.parse(case.layout)
         if world_rank >= layout.num_workers:

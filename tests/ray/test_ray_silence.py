@@ -12,7 +12,7 @@ from command_line import Command
 from test_frozen_workers import agents_on_node_of
 from test_ray_parity import train_on_nodes
 
-pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
+pytestmark = [pytest.mark.timeout(600), pytest.mark.soak]
 STALL_S = 3
 AGENT_START_S = 8.0
 """An agent starts 10 s after the worker of its node, and is queried once it has answered."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
+import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
@@ -340,7 +341,8 @@ def run_shell(
     fleet = TrainingFleet(folder, samples, steps)
     run = DiskStorage(folder)
     lease = claim(run, actor=actor)
-    shell = BrokenShell(run, lease, parts=ShellParts(make_core=BrokenCore))
+    parts = ShellParts(make_core=BrokenCore, sleep=lambda seconds: time.sleep(seconds / 10))
+    shell = BrokenShell(run, lease, parts=parts)
     core = shell._core
     assert isinstance(core, BrokenCore)
     fleet.shell = shell
