@@ -106,7 +106,7 @@ class SimLog:
             writer.append(line)
         writer.ship()
         self._num_readable = len(self.lines)
-        self._written_at.clear()  # what was read is in storage, also if another lease ended the writer
+        self._written_at.clear()  # what was read is in storage
         self._writer_epoch = self.newest_epoch = epoch
 
     def refuses(self, now: float) -> bool:
