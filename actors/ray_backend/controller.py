@@ -224,7 +224,8 @@ class RayController:
             self._orphan_guard.hear()
 
     def _is_observed(self) -> bool:
-        return self._shell.has_trained or time.monotonic() >= self._observe_from
+        is_time = self._shell.has_trained or time.monotonic() >= self._observe_from
+        return is_time and not self._head.is_gone
 
     def _end(self) -> None:
         """End this actor for good: Ray restarts one that ends by a signal."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import os
 import threading
 import time
@@ -26,6 +25,7 @@ HEADLESS_PATIENCE_S = 5.0
 """Without Ray's GCS, an observer that had not fully started never answers."""
 FIRST_BACKOFF_S = 1.0
 MAX_BACKOFF_S = 60.0
+START_PATIENCE_S = 60.0
 SILENCE_S = 60.0
 """An observer that answers nothing for this long is replaced. Its work runs on another thread."""
 NUM_LAST_TRIES = 4
@@ -33,6 +33,10 @@ NEVER_STARTED = (
     "the run's observer had not started yet: its deliveries lack the run until it is resumed"
 )
 NICENESS = 10
+
+
+class ObserverNotStarted(Exception):
+    """Ray could not start the observer's process."""
 
 
 class Observer(Protocol):
@@ -88,27 +92,26 @@ class SupervisedObserver:
         self._num_losses = 0
         self._lock = threading.Lock()
         self._is_lost, self._is_finishing = survivor is None, False
-        self._lost_at = -math.inf
+        self._start_at = 0.0
         self._heard_at = time.monotonic()
 
     def poll(self) -> None:
-        """Let the observer read what is new; replace it if it is lost."""
+        """Let the observer read what is new; start or replace it if it has to be."""
         with self._lock:
-            self._poll()
-
-    def _poll(self) -> None:
-        if self._is_finishing:
-            self._actor.hear.remote()
-            return
-        if self._is_lost:
-            pause_s = backoff_s(FIRST_BACKOFF_S, self._num_losses, MAX_BACKOFF_S)
-            if time.monotonic() - self._lost_at < pause_s:
+            if self._is_finishing:
+                if self._actor is not None:
+                    self._actor.hear.remote()
                 return
-            self._replace()
-        elif time.monotonic() - self._heard_at > SILENCE_S:
-            self._note_loss()
-            return
-        actor = self._actor
+            is_due = self._is_lost and time.monotonic() >= self._start_at
+        if is_due:
+            self._start_actor()
+        with self._lock:
+            if self._is_lost or self._is_finishing:
+                return
+            if time.monotonic() - self._heard_at > SILENCE_S:
+                self._note_loss()
+                return
+            actor = self._actor
         actor.hear.remote().future().add_done_callback(partial(self._note_answer, actor))
         actor.poll.remote()
 
@@ -117,14 +120,15 @@ class SupervisedObserver:
         `ends_directly` ends the process without Ray's GCS, which is gone."""
         with self._lock:
             self._is_finishing = True
+            if ends_directly and self._actor is None:
+                return NEVER_STARTED
         patience_s = HEADLESS_PATIENCE_S if ends_directly else PATIENCE_S
-        if ends_directly and self._actor is None:
-            return NEVER_STARTED
         undelivered: str | None = None
         for _ in range(NUM_LAST_TRIES):
-            if self._is_lost and not ends_directly:
-                self._replace()
             try:
+                if self._is_lost and not ends_directly:
+                    self._start_actor(is_last=True)
+                    ray.get(self._actor.hear.remote(), timeout=START_PATIENCE_S)
                 answer = self._actor.finish.remote(patience_s)
                 undelivered = ray.get(answer, timeout=2 * patience_s)
                 break
@@ -134,16 +138,17 @@ class SupervisedObserver:
                     "may lack the end of the run until the run is resumed"
                 )
                 break
-            except ray.exceptions.RayError as error:
+            except (ray.exceptions.RayError, ObserverNotStarted) as error:
                 last_line = str(error).strip().split("\n")[-1]
                 undelivered = f"the observer failed {self._num_losses + 1} times: {last_line}"
-                is_loss = isinstance(error, ray.exceptions.RayActorError)
+                is_loss = isinstance(error, ray.exceptions.RayActorError | ObserverNotStarted)
                 if not is_loss or ends_directly:
                     break
                 self._note_loss()
-        end = self._actor.end.remote if ends_directly else partial(ray.kill, self._actor)
-        with suppress(ray.exceptions.RayError):
-            end()
+        if self._actor is not None:
+            end = self._actor.end.remote if ends_directly else partial(ray.kill, self._actor)
+            with suppress(ray.exceptions.RayError):
+                end()
         return undelivered
 
     def _note_answer(self, actor: Any, answer: Future[None]) -> None:
@@ -157,14 +162,31 @@ class SupervisedObserver:
 
     def _note_loss(self) -> None:
         self._num_losses += 1
-        self._is_lost, self._lost_at = True, time.monotonic()
+        self._is_lost = True
+        pause_s = backoff_s(FIRST_BACKOFF_S, self._num_losses, MAX_BACKOFF_S)
+        self._start_at = time.monotonic() + pause_s
 
-    def _replace(self) -> None:
+    def _start_actor(self, is_last: bool = False) -> None:
+        """Start another process. Without Ray's GCS this takes long, so it holds no lock; if
+        `finish` has begun meanwhile, it starts its own. Raises `ObserverNotStarted` if `is_last`.
+        """
         if self._actor is not None:
             with suppress(ray.exceptions.RayError):
                 ray.kill(self._actor)  # it may hang
-        self._actor = self._start()
-        self._is_lost, self._heard_at = False, time.monotonic()
+        try:
+            actor = self._start()
+        except (ray.exceptions.RayError, ValueError) as error:
+            if is_last:
+                raise ObserverNotStarted(str(error)) from error
+            self._note_loss()
+            return
+        with self._lock:
+            if is_last or not self._is_finishing:
+                self._actor = actor
+                self._is_lost, self._heard_at = False, time.monotonic()
+                return
+        with suppress(ray.exceptions.RayError):
+            ray.kill(actor)
 
 
 def make_observers(

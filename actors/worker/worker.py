@@ -87,6 +87,9 @@ class Worker:
         self._is_broken = False
         """Whether the device is broken: then this worker's state is lost, and it waits to be
         ended."""
+        self._has_own_process = False
+        """Whether nothing else runs in this process, whose objects may then be exempt from garbage
+        collections."""
         self._thread = threading.Thread(target=self._serve, name="training", daemon=True)
 
     def sample(self, process: psutil.Process) -> dict[str, Any]:
@@ -96,6 +99,7 @@ class Worker:
     def start(self) -> None:
         """Begin to warm up, unless the worker has begun already."""
         if self._thread.ident is None:
+            self._has_own_process = True
             self._thread.start()
 
     def serve(self) -> None:
@@ -187,6 +191,8 @@ class Worker:
     def _warm_up(self) -> None:
         choose_interface(self._options.network, self._store_host)
         program: Program = self._factory.make()
+        if self._has_own_process:
+            gc.freeze()  # else each collection of the warm-up walks all that imports have created
         if program.device.type == "cpu":
             keep_freed_memory()
         program.warm_up()

@@ -28,11 +28,12 @@ def run_until_killed(
     """Train until `step` is committed, then SIGKILL all processes; return the metrics lines."""
     log = LineLog(DiskStorage(folder), "metrics.jsonl")
     arguments = [str(folder), settings.model_dump_json(), str(workers), layout]
-    paths = os.pathsep.join([str(Path(__file__).parent), os.environ.get("PYTHONPATH", "")])
+    here = Path(__file__).parent
+    paths = os.pathsep.join([str(here), str(here.parent), os.environ.get("PYTHONPATH", "")])
     child = subprocess.Popen(
         [sys.executable, __file__, *arguments],
         env={**os.environ, "PYTHONPATH": paths},
-        cwd=Path(__file__).parents[2],
+        cwd=here.parents[1],
         start_new_session=True,
     )
     try:

@@ -27,6 +27,7 @@ def processes_of_run(command: Command, word: str) -> list[psutil.Process]:
 def test_killed_gcs_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
     with elastic_train(tmp_path, *TINY, "--steps", "100000") as command:
         command.wait_for_step(10)
+        command.wait_until(partial(processes_of_run, command, "RayObserver"), "an observer")
         [gcs] = [p for p in processes_of(command.ray_folder) if p.name() == "gcs_server"]
         gcs.kill()
         began = time.monotonic()

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+from command_line import ray_folder
 
 pytestmark = pytest.mark.slow
 
@@ -31,14 +33,16 @@ ray.shutdown()
 
 
 def test_private_cluster_starts_no_unused_service(tmp_path: Path) -> None:
-    finished = subprocess.run(
-        [sys.executable, "-c", STARTING],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=True,
-        cwd=tmp_path,
-    )
+    with ray_folder() as folder:
+        finished = subprocess.run(
+            [sys.executable, "-c", STARTING],
+            capture_output=True,
+            text=True,
+            timeout=120,
+            check=True,
+            cwd=tmp_path,
+            env={**os.environ, "RAY_TMPDIR": folder},
+        )
     commands, log = json.loads(finished.stdout.splitlines()[-1])
     everything = "\n".join(commands)
     assert "raylet" in everything

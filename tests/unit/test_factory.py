@@ -16,7 +16,6 @@ def test_factory_makes_the_object_in_its_environment(monkeypatch: pytest.MonkeyP
 
 
 def test_collections_are_paused_during_imports_only() -> None:
-    before = gc.get_freeze_count()
     with pytest.raises(ModuleNotFoundError), quick_imports():
         assert not gc.isenabled()
         with quick_imports():
@@ -24,4 +23,3 @@ def test_collections_are_paused_during_imports_only() -> None:
         assert not gc.isenabled(), "the inner block leaves it as it was"
         Factory("no_such_module:function", {}).make()
     assert gc.isenabled()
-    assert gc.get_freeze_count() > before, "later collections walk what was imported"

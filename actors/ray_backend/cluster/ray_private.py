@@ -138,7 +138,8 @@ AGENT_NEEDS = (
     "aiohttp_cors",
     "grpc",
     "opencensus",
-    "opentelemetry",
+    "opentelemetry.exporter.prometheus",
+    "opentelemetry.proto",
     "prometheus_client",
 )
 """What Ray imports in this process to find out whether its agents can import it."""
@@ -161,8 +162,9 @@ def without_unused_services() -> Iterator[None]:
         (Node, "start_monitor", _do_nothing),
         (Node, "start_log_monitor", _do_nothing),
     ]
-    if all(find_spec(name) for name in AGENT_NEEDS):
+    if all(map(_is_installed, AGENT_NEEDS)):
         replaced.append((utils, "get_dashboard_dependency_error", _do_nothing))
+    replaced = [entry for entry in replaced if hasattr(entry[0], entry[1])]  # versions differ
     before = [getattr(owner, name) for owner, name, _ in replaced]
     for owner, name, replacement in replaced:
         setattr(owner, name, replacement)
@@ -173,11 +175,20 @@ def without_unused_services() -> Iterator[None]:
             setattr(owner, name, original)
 
 
+def _is_installed(name: str) -> bool:
+    try:
+        return find_spec(name) is not None
+    except ModuleNotFoundError:  # its parent is missing
+        return False
+
+
 def _announce_no_server(node: Node, **options: object) -> None:
     """Give an address at which nothing listens as that of the dashboard's server.
 
-    Without one, the agent of each node looks for it every second, and logs 20 lines each time.
+    Without one, the agent of each node looks for it every second, and logs 20 lines each time. In
+    this process the server has no address, as Ray leaves it for one without pages.
     """
+    node._webui_url = ""
     address, space = ray_constants.DASHBOARD_ADDRESS, ray_constants.KV_NAMESPACE_DASHBOARD
     node.get_gcs_client().internal_kv_put(address.encode(), NOWHERE, True, space)
 
