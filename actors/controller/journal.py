@@ -11,7 +11,7 @@ from actors.storage.line_epochs import newest_epoch
 from actors.storage.line_logs import LineLog, parse_line
 from actors.storage.line_writers import LineFile, Lines, open_lines
 from actors.storage.storage import DiskStorage
-from elastic.protocol.wire import FORMAT, UnreadableJournal, opening_line
+from elastic.protocol.wire import FORMAT, UnreadableJournal, check_format, opening_line
 from elastic.replay.journal_lines import NUM_KEPT_RECORDS
 from elastic.replay.replay import Replay
 
@@ -21,11 +21,14 @@ NUM_TAIL_ROWS = 4 * NUM_KEPT_RECORDS
 
 def open_journal(journal: LineLog, lease: Lease) -> Lines:
     """Append to the journal. From now on, lines of older epochs do not count. Raises OSError,
-    `LeaseFilesMissing` and `LeaseLost`.
+    `LeaseFilesMissing`, `LeaseLost`, and `UnreadableJournal` without a change to the journal.
 
     On a disk an opening line fences the older epochs. It has the time of the line before it, since
     no process has driven the run in between.
     """
+    last_rows = journal.last_rows(1)
+    if last_rows and isinstance(last_rows[0].get("format"), int):
+        check_format(last_rows[0])
     if not isinstance(journal.storage, DiskStorage):
         return open_lines(journal, lease.epoch, lease.check_now)
     newest = newest_epoch(line for _, line in journal.lines_from_end())
@@ -33,8 +36,7 @@ def open_journal(journal: LineLog, lease: Lease) -> Lines:
         raise _removed_lease(journal, newest, lease)
     writer = LineFile(journal.storage.path / journal.name, lease.check_now, epoch=lease.epoch)
     try:
-        [last_row] = journal.last_rows(1) or [{}]
-        last = last_row.get("time")
+        last = last_rows[0].get("time") if last_rows else None
         writer.write(opening_line(last if isinstance(last, int | float) else time.time()))
     except BaseException:
         writer.close(patience_s=0.0)

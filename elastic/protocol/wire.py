@@ -117,7 +117,7 @@ def is_steps(line: Mapping[str, Any]) -> bool:
 
 def steps_of(line: dict[str, Any]) -> Iterator[tuple[float, StepCommitted]]:
     """The inverse of `steps_line`. Raises `UnreadableJournal` for another format."""
-    _check_format(line)
+    check_format(line)
     for now, generation, record, vote in line["steps"]:
         yield now, StepCommitted(generation, StepRecord(*record), Vote(*vote))
 
@@ -191,7 +191,7 @@ def replayed(line: dict[str, Any]) -> Event | ControllerState | None:
 
     Raises `UnreadableJournal` if the line has another format or an unknown event.
     """
-    _check_format(line)
+    check_format(line)
     if "ControllerState" in line:
         state: ControllerState = decode(ControllerState, line["ControllerState"])
         return state
@@ -218,7 +218,8 @@ def _drop_class(body: Any) -> None:
         del body["is"]
 
 
-def _check_format(line: dict[str, Any]) -> None:
+def check_format(line: Mapping[str, Any]) -> None:
+    """Raises `UnreadableJournal` if another version wrote the line."""
     if line.get("format") != FORMAT:
         raise UnreadableJournal(
             f"this run was written in journal format {line.get('format')!r}, this version reads "

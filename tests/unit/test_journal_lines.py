@@ -19,6 +19,11 @@ from long_runs import (
     step_of,
 )
 
+from actors.controller.journal import open_journal
+from actors.storage.file_names import JOURNAL
+from actors.storage.lease import claim
+from actors.storage.line_logs import LineLog
+from actors.storage.storage import DiskStorage
 from elastic.controller.core import Core
 from elastic.duties.rollback import void_after
 from elastic.protocol.commands import (
@@ -39,7 +44,7 @@ from elastic.protocol.events import Event, Quiesced, RunOpened, Woke, WorkerLost
 from elastic.protocol.pending_commands import PendingCommands
 from elastic.protocol.phases import Aborting, Running
 from elastic.protocol.step_records import NUM_SENT_RECORDS, RecordsSent
-from elastic.protocol.wire import encode
+from elastic.protocol.wire import UnreadableJournal, encode
 from elastic.replay.journal_lines import MAX_HELD, MAX_REPLAYED, JournalWriter
 from elastic.replay.replay import Replay
 from elastic.reshard.snapshot_placement import Placement
@@ -321,3 +326,14 @@ def test_replay_is_short_also_after_a_long_absence(phase: type, num_steps: int) 
     num_replayed = replay.core.state.committed_step - first
     assert num_replayed <= MAX_REPLAYED + NUM_SENT_RECORDS
     assert replay.num_events >= num_replayed
+
+
+def test_journal_of_another_version_is_refused_and_left_as_it_is(tmp_path: Path) -> None:
+    line = '{"time": 1.0, "format": 1, "event": "StoreReady"}\n'
+    (tmp_path / JOURNAL).write_text(line)
+    run = DiskStorage(tmp_path)
+    lease = claim(run)
+    with pytest.raises(UnreadableJournal, match="format 1"):
+        open_journal(LineLog(run, JOURNAL), lease)
+    lease.release()
+    assert (tmp_path / JOURNAL).read_text() == line
