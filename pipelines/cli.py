@@ -145,7 +145,7 @@ def train(
     """Train RECIPE, or resume the run named by --run-name."""
     from pipelines.run.refusals import refuse_early
 
-    refuse_early(recipe, workers, layout)
+    refuse_early(recipe, set_ or (), workers, layout)
     with quick_imports():
         from pipelines.run.plan import TrainRequest
 
@@ -242,7 +242,7 @@ def sweep_command(
     """Measure speed and memory of RECIPE under several layouts."""
     from pipelines.run.refusals import refuse_early
 
-    refuse_early(recipe)
+    refuse_early(recipe, set_ or ())
     from pipelines.run.plan import TrainRequest
     from pipelines.run.sweep import SweepRequest, sweep
 

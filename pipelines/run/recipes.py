@@ -164,11 +164,9 @@ def name_of(recipe: RecipeLike) -> str:
 
 
 def _named(name: str) -> Callable[..., Any]:
-    place, colon, function = name.rpartition(":")
-    if colon:
-        return _from_module(name, place, function)
     refuse_unknown_recipe(name)
-    return RECIPES[name]
+    place, colon, function = name.rpartition(":")
+    return _from_module(name, place, function) if colon else RECIPES[name]
 
 
 def with_custom_model(recipe: Recipe) -> Recipe:
@@ -183,7 +181,7 @@ def _from_module(name: str, place: str, function: str) -> Callable[[], TrainSett
     if not function or (not is_file and not all(p.isidentifier() for p in place.split("."))):
         raise UserError(f"recipe {name}: write path/to/file.py:function or module:function")
     with user_code_errors(f"recipe {name}", is_all_theirs=True):
-        module = _from_file(name, Path(place)) if is_file else _imported(name, place)
+        module = _from_file(Path(place)) if is_file else _imported(name, place)
     recipe = getattr(module, function, None)
     if not callable(recipe):
         names = [key for key, value in vars(module).items() if _is_defined_in(module, value)]
@@ -198,9 +196,7 @@ def _is_defined_in(module: ModuleType, value: object) -> bool:
     return isfunction(value) and value.__module__ == module.__name__
 
 
-def _from_file(name: str, file: Path) -> ModuleType:
-    if not file.is_file():
-        raise UserError(f"recipe {name}: there is no file {file}")
+def _from_file(file: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None, f"{file} does not end in .py"
     module = importlib.util.module_from_spec(spec)

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
+from pathlib import Path
 
 from actors.storage.credentials import has_credentials, without_credentials
 from elastic.geometry.errors import ElasticError
 from elastic.geometry.target_layout import TargetLayout
 from pipelines.errors import UserError, refuse_undecodable
-from pipelines.settings.overrides import similar_names
+from pipelines.settings.overrides import refuse_changes, similar_names
 
 MAX_WORKERS = 100_000
 
@@ -73,9 +74,15 @@ BUILT_IN = ("tiny", "tiny_moe", "byte_lm", "mlp", "finetune")
 """Names of the built-in recipes, which `recipes.py` defines."""
 
 
-def refuse_early(recipe: str, workers: str | None = None, layout: str | None = None) -> None:
+def refuse_early(
+    recipe: str,
+    changes: Sequence[str],
+    workers: str | None = None,
+    layout: str | None = None,
+) -> None:
     """Check these options before heavy imports. Raises `UserError`."""
     refuse_unknown_recipe(recipe)
+    refuse_changes(changes)
     if workers:
         parse_workers(workers)
     if layout:
@@ -83,7 +90,11 @@ def refuse_early(recipe: str, workers: str | None = None, layout: str | None = N
 
 
 def refuse_unknown_recipe(name: str) -> None:
-    """Raises `UserError` for a name that is neither a built-in recipe nor a function's."""
+    """Raises `UserError` for a name that is neither a built-in recipe nor a function's, and for one
+    of a file that does not exist."""
+    place = name.rpartition(":")[0]
+    if place.endswith(".py") and not Path(place).is_file():
+        raise UserError(f"recipe {name}: there is no file {place}")
     if ":" not in name and name not in BUILT_IN:
         raise UserError(
             f"recipe {name}: there is no built-in recipe of that name; "

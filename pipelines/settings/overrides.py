@@ -29,21 +29,39 @@ def override(settings: TrainSettings, changes: Iterable[str | Given]) -> TrainSe
     contradict each other.
     """
     values = settings.model_dump()
-    known = list(_flat(values))
     for change in changes:
-        if isinstance(change, Given):
-            key, text, written = change.key, change.text, f"{change.option} {change.text}"
-        else:
-            key, equals, text = change.partition("=")
-            written = f"--set {change}"
-            if not equals:
-                raise UserError(f"--set {change}: write key=value, e.g. optimizer.lr=3e-4")
-        if key not in known:
-            raise UserError(
-                f"--set {key}: there is no such setting; {_similar_settings(key, known)}"
-            )
-        _set(values, key.split("."), _parse(settings, key, text, written))
+        given = _given(change)
+        _set(values, given.key.split("."), _value(settings, values, given))
     return settings_from(values, "--set")
+
+
+def refuse_changes(changes: Iterable[str]) -> None:
+    """Check what depends on no recipe: names and types of all settings but the model's. Raises
+    `UserError`, before anything heavy is imported."""
+    settings = TrainSettings()
+    values = settings.model_dump()
+    for change in changes:
+        given = _given(change)
+        if given.key.partition(".")[0] != "model":
+            _value(settings, values, given)
+
+
+def _given(change: str | Given) -> Given:
+    if isinstance(change, Given):
+        return change
+    key, equals, text = change.partition("=")
+    if not equals:
+        raise UserError(f"--set {change}: write key=value, e.g. optimizer.lr=3e-4")
+    return Given(key, text, "--set")
+
+
+def _value(settings: TrainSettings, values: Mapping[str, Any], given: Given) -> Any:
+    """The value of a change. Raises `UserError`."""
+    known = list(_flat(values))
+    if given.key not in known:
+        similar = _similar_settings(given.key, known)
+        raise UserError(f"--set {given.key}: there is no such setting; {similar}")
+    return _parse(settings, given)
 
 
 def settings_from(values: Mapping[str, Any], where: str) -> TrainSettings:
@@ -102,9 +120,10 @@ def _is_moved(name: str, known: str) -> bool:
     return has_same_end or name.replace(".", "_") == known.replace(".", "_")
 
 
-def _parse(settings: Any, key: str, text: str, written: str) -> Any:
-    """The value that `text` means for this setting; `written` is for the error message."""
-    *path, last = key.split(".")
+def _parse(settings: Any, given: Given) -> Any:
+    """The value that the text means for this setting."""
+    text = given.text
+    *path, last = given.key.split(".")
     for part in path:
         settings = settings[part] if isinstance(settings, dict) else getattr(settings, part)
     if isinstance(settings, dict):
@@ -117,6 +136,8 @@ def _parse(settings: Any, key: str, text: str, written: str) -> Any:
         return _adapter(annotation).validate_python(value)
     except ValidationError as error:
         reasons = (_lowered(problem["msg"]) for problem in _problems(error))
+        key = f"{given.key}=" if given.option == "--set" else ""
+        written = f"{given.option} {key}{text}"
         raise UserError(f"{written}: {'; '.join(dict.fromkeys(reasons))}") from None
 
 
@@ -161,7 +182,7 @@ def _set(values: dict[str, Any], path: list[str], value: Any) -> None:
     values[path[-1]] = value
 
 
-def _flat(values: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+def _flat(values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
     flat: dict[str, Any] = {}
     for key, value in values.items():
         if isinstance(value, dict):

@@ -223,12 +223,13 @@ HEAVY = {"torch", "ray", "mlflow", "transformers", "matplotlib"}
     [
         (STATUS_AND_LOGS, HEAVY),
         ("pipelines.cli", HEAVY | {"pydantic", "elastic.controller.core"}),
+        ("pipelines.run.refusals, pipelines.settings.overrides", HEAVY),
         ("actors.worker.trainer", {"elastic.controller.core"}),
     ],
-    ids=["status and logs", "help", "worker"],
+    ids=["status and logs", "help", "refusals", "worker"],
 )
 def test_process_imports_only_what_it_needs(modules: str, late: set[str]) -> None:
-    """`elastic --help`, `status` and `logs` answer at once, and workers start fast."""
+    """`elastic --help`, `status`, `logs` and most refusals come at once; workers start fast."""
     program = f"import sys, {modules}\nprint(sorted({late} & set(sys.modules)))"
     finished = subprocess.run(
         [sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60
