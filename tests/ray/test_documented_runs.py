@@ -144,7 +144,10 @@ def test_the_python_blocks_that_start_ray_run(
     """In order, in one namespace; a traceback has the lines of the page."""
     make_folder(folder, page)
     (folder / "blocks.py").write_text(as_script(page))
-    with started(shared_ray_cluster, folder, "blocks.py", HOME=str(folder)) as command:
+    token = str(Path.home() / ".ray" / "auth_token")
+    with started(
+        shared_ray_cluster, folder, "blocks.py", HOME=str(folder), RAY_AUTH_TOKEN_PATH=token
+    ) as command:
         code, output = command.finish()
     assert code == 0, output
     assert committed(folder)

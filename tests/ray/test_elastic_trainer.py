@@ -49,8 +49,10 @@ def run_script(storage: Path, *parts: str) -> Iterator[Script]:
         )
         assert ended.returncode == 0, ended.stdout + ended.stderr
         assert_no_process_left(folder)
-        *shown, last = ended.stdout.splitlines()
-        yield Script(json.loads(last), "\n".join(shown), storage)
+        lines = ended.stdout.splitlines()  # Ray prints warnings among them
+        [result] = [line for line in lines if line.startswith("{")]
+        shown = "\n".join(line for line in lines if line != result)
+        yield Script(json.loads(result), shown, storage)
 
 
 def test_fit_survives_a_kill_and_returns_a_result(script: Script) -> None:
