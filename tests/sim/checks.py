@@ -255,7 +255,8 @@ class Checks:
 
     def _check_roll_back(self, command: RolledBack, state: ControllerState) -> None:
         """The recovery rule: never to a step older than one that live workers and snapshot servers
-        together cover. Snapshots of void steps do not count."""
+        together cover. Snapshots of void steps do not count, nor does what a standby worker still
+        has of a generation before the one that committed the newest step."""
         assert command.step < command.from_step
         self._recorded_step = command.step
         if command.cause:  # the rollback undoes the live state
@@ -271,8 +272,12 @@ class Checks:
             live_parts = [
                 (w, part) for w, part in live_parts if self._stands(part, command.from_step)
             ]
+        oldest = self._generation_of.get(command.from_step, 0)
         ready_parts = [
-            part for w, part in live_parts if (w, part.assignment.generation) in self._ready
+            part
+            for w, part in live_parts
+            if (w, part.assignment.generation) in self._ready
+            and part.assignment.generation >= oldest
         ]
         reported = [part for parts in self._kept.values() for part in parts]
         valid_snapshots = [
