@@ -241,7 +241,7 @@ def test_attached_run_stops_after_its_driver_is_killed(
 def test_detached_run_completes_after_its_controller_dies(
     tmp_path: Path, shared_ray_cluster: SharedCluster
 ) -> None:
-    run = arguments("tiny", "dp=2", "2:2", 4 * NUM_STEPS)
+    run = arguments("tiny", "dp=2", "2:2", 10 * NUM_STEPS)
     command = shared_ray_cluster.start(tmp_path, *run, "--detach")
     assert command.finish()[0] == 0
     wait_for(lambda: len(command.metrics()) >= 10, "step 10")
@@ -254,7 +254,7 @@ def test_detached_run_completes_after_its_controller_dies(
     wait_for(lambda: command.lines("Stopped"), "the end")
     assert command.lines("Stopped")[-1]["outcome"] == "completed"
     assert command.lines("ControllerRestarted")
-    assert_equals_undisturbed_run(command, 4 * NUM_STEPS)
+    assert_equals_undisturbed_run(command, 10 * NUM_STEPS)
 
 
 @pytest.mark.soak
