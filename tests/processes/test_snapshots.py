@@ -108,7 +108,7 @@ def assert_recovered_from_snapshots(
     [
         pytest.param("pp=2,fsdp=2", marks=pytest.mark.slow),
         pytest.param("fsdp=4", marks=pytest.mark.soak),
-        pytest.param("tp=2,fsdp=2", marks=pytest.mark.slow),
+        pytest.param("tp=2,fsdp=2", marks=pytest.mark.soak),
     ],
 )
 def test_loss_of_the_only_holder_of_a_shard_recovers_from_snapshots(

@@ -60,7 +60,7 @@ def test_straggler_without_a_standby_worker_is_reported_once(
         pytest.param("dp=3", marks=pytest.mark.slow),
         pytest.param("fsdp=3", marks=pytest.mark.soak),
         pytest.param("dp=2,pp=2", marks=pytest.mark.slow),
-        pytest.param("tp=2", marks=pytest.mark.slow),
+        pytest.param("tp=2", marks=pytest.mark.soak),
     ],
 )
 def test_worker_that_waits_for_a_straggler_is_not_reported(tmp_path: Path, layout: str) -> None:

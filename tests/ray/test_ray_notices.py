@@ -73,7 +73,8 @@ def find_drainable_node(command: Command) -> tuple[str, str, list[psutil.Process
     raise AssertionError("the run needs every node")
 
 
-@pytest.mark.parametrize("layout", [pytest.param("dp=3", marks=pytest.mark.soak), "fsdp=3"])
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", ["dp=3", "fsdp=3"])
 def test_workers_leave_a_draining_node_before_its_deadline(tmp_path: Path, layout: str) -> None:
     train = arguments("tiny", layout, f"2:{NUM_NODES}", NUM_STEPS)
     with train_on_nodes(tmp_path, *train, num_nodes=NUM_NODES) as command:

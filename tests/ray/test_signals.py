@@ -66,6 +66,7 @@ def test_signal_to_all_processes_saves_a_checkpoint(
         assert session_folders(command.ray_folder) == []
 
 
+@pytest.mark.soak
 def test_two_commands_on_one_machine_both_complete(tmp_path: Path) -> None:
     """Each command has a private cluster; both share the MLflow database. They also remove the
     session folder of a killed command."""
