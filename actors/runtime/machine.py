@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ctypes
+import os
 import time
+from contextlib import suppress
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -13,6 +15,7 @@ import torch
 
 M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3
 """From glibc's malloc.h."""
+CGROUP = Path("/sys/fs/cgroup")
 LARGEST_TRIM, LARGEST_MMAP = 2**30, 2**25
 """Bytes; glibc accepts no larger mmap threshold."""
 
@@ -56,6 +59,19 @@ def sample(worker: str, process: psutil.Process) -> dict[str, Any]:
         if find_spec("pynvml"):
             line["device_use_percent"] = torch.cuda.utilization()
     return line
+
+
+def free_bytes(device: torch.device) -> int:
+    """The free memory of a GPU, or this CPU slot's share of the free memory of the host."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        unallocated: int = torch.cuda.mem_get_info(device)[0]
+        return unallocated + unused
+    free: int = psutil.virtual_memory().available
+    with suppress(OSError, ValueError):  # no limit: the file is absent, or says "max"
+        limit = int((CGROUP / "memory.max").read_text())
+        free = min(free, max(0, limit - int((CGROUP / "memory.current").read_text())))
+    return free // (os.cpu_count() or 1)
 
 
 def peak_bytes() -> int:

@@ -135,7 +135,7 @@ class CausalLMWorkload(NextToken):
         return draw_tensor(self.example, base, key)[slices_of(region)].clone()
 
     def feed(
-        self, batch: Batch, device: torch.device, parallel: ParallelGroups, seed: int
+        self, batch: Batch, device: torch.device, parallel: ParallelGroups, *seeds: int
     ) -> ModuleInputs:
         keywords = {}
         if batch.documents is not None:

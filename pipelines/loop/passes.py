@@ -9,6 +9,7 @@ from torch import Tensor
 
 from pipelines.loop.loop import Loop
 from pipelines.loop.step import Microbatch, Step
+from pipelines.training.passes.pass_size import PassSize
 from pipelines.training.passes.passes import SequentialPasses
 from pipelines.training.passes.running_buffers import RunningBuffers
 from pipelines.training.sharding.sharded import Sharded
@@ -25,13 +26,18 @@ class LoopPasses(SequentialPasses):
         sharded: Sharded,
         parallel: ParallelGroups,
         moving: RunningBuffers,
+        size: PassSize,
         loop: Loop,
         is_first_worker: bool,
     ) -> None:
-        super().__init__(workload, sharded, parallel, moving)
+        super().__init__(workload, sharded, parallel, moving, size)
         self.loop = loop
         self.is_first_worker = is_first_worker
         self.step = self.epoch = 0
+
+    def agree_on_size(self) -> int:
+        """One microbatch: the loop's body sees each of `step.batches()`."""
+        return 1
 
     def train(self, microbatch_inputs: Iterable[Any], num_rounds: int) -> list[LossSums]:
         engine = LoopEngine(iter(microbatch_inputs), num_rounds, self.sharded, self.moving)

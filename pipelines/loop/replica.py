@@ -11,6 +11,7 @@ from pipelines.loop.errors import LoopMisused
 from pipelines.loop.loop import Loop
 from pipelines.loop.passes import LoopPasses
 from pipelines.settings import TrainSettings
+from pipelines.training.passes.pass_size import PassObservations
 from pipelines.training.passes.passes import Passes
 from pipelines.training.passes.running_buffers import RunningBuffers
 from pipelines.training.passes.stage_buffers import StageBuffers
@@ -23,10 +24,16 @@ class LoopReplica(ShardedReplica):
     """A replica whose training passes the script drives; see `actors.runtime.program.Replica`."""
 
     def __init__(
-        self, workload: Workload, settings: TrainSettings, groups: Groups, loop: Loop
+        self,
+        workload: Workload,
+        settings: TrainSettings,
+        groups: Groups,
+        observations: PassObservations | None = None,
+        *,
+        loop: Loop,
     ) -> None:
         self.loop = loop
-        super().__init__(workload, settings, groups)
+        super().__init__(workload, settings, groups, observations)
 
     def _pipeline_passes(self, stages: Sequence[Stage], moving: StageBuffers) -> Passes:
         raise LoopMisused("pp: a custom training loop cannot run as a pipeline; set pp=1")
@@ -35,7 +42,13 @@ class LoopReplica(ShardedReplica):
         is_warm_up = self.groups.assignment.generation == 0
         is_first = self.groups.world_rank == 0 and not is_warm_up
         self.loop_passes = LoopPasses(
-            self.workload, self.sharded, self.parallel, moving, self.loop, is_first
+            self.workload,
+            self.sharded,
+            self.parallel,
+            moving,
+            self.pass_size,
+            self.loop,
+            is_first,
         )
         return self.loop_passes
 

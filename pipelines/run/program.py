@@ -41,6 +41,7 @@ from pipelines.training.custom.custom_workload import CustomWorkload
 from pipelines.training.models.language_model import LanguageModelWorkload
 from pipelines.training.models.mlp import MlpWorkload
 from pipelines.training.models.next_token import open_samples
+from pipelines.training.passes.pass_size import PassObservations
 from pipelines.training.replica.replica import ShardedReplica
 from pipelines.training.replica.warm_up import Build, warm_up
 from pipelines.training.workload.state import initial_value, state_specs
@@ -73,6 +74,7 @@ class TrainingProgram:
             loaded = load(recipe)
             recipe = loaded if isinstance(loaded, Recipe | Script) else None
         self.loop = None
+        self.pass_observations = PassObservations()
         if isinstance(recipe, Script):
             self.loop = Loop(recipe.function, self.settings.seed)
             recipe = recipe_of(self.loop.declaration, self.settings)
@@ -91,10 +93,12 @@ class TrainingProgram:
         warm_up(self.workload, self.settings, self.device, self._replica)
         if self.loop is not None:
             self.loop.restart_script()
+        elif self.settings.may_merge:
+            _ = self.workload.why_unmergeable  # it may run a trial, whose result is kept
 
     def build(self, groups: Groups) -> ShardedReplica:
         """This rank's part under an assignment: shapes, no values yet."""
-        return self._replica(self.workload, self.settings, groups)
+        return self._replica(self.workload, self.settings, groups, self.pass_observations)
 
     @property
     def _replica(self) -> Build:

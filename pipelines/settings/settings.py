@@ -151,6 +151,12 @@ class TrainSettings(Settings):
     microbatch: Width = setting(
         1, "The number of samples of a microbatch; `batch` is a multiple of it."
     )
+    pass_samples: PositiveInt | Literal["auto"] = setting(
+        "auto",
+        "The most samples of one forward and backward pass. A worker merges its microbatches of a "
+        "step into passes where that is the same computation; `auto`: as many as fit in memory.",
+        resumable=True,
+    )
     dtype: Literal["float32", "float64", "bfloat16"] = setting(
         "float32",
         "The dtype of the computation. With `bfloat16` the optimizer still updates float32 "
@@ -254,6 +260,11 @@ class TrainSettings(Settings):
     def num_microbatches(self) -> int:
         """The number of microbatches of one step, over all data ranks."""
         return self.batch // self.microbatch
+
+    @property
+    def may_merge(self) -> bool:
+        """Whether a pass may have more than one microbatch."""
+        return self.pass_samples == "auto" or self.pass_samples >= 2 * self.microbatch
 
 
 RESUMABLE_SETTINGS = frozenset(

@@ -11,10 +11,9 @@ import torch
 from replica_program import program_with
 from torch import Tensor, nn
 
-from actors.runtime.program import Applied, Evaluation, Groups, Interrupt
+from actors.runtime.program import Applied, Evaluation, Interrupt
 from elastic.geometry.sample_order import batch_number
 from elastic.protocol.votes import Vote
-from pipelines.settings import TrainSettings
 from pipelines.training.replica.replica import ShardedReplica
 from pipelines.training.workload.parallel_groups import ParallelGroups
 from pipelines.training.workload.workload import LossSums, ModuleInputs, Workload, output_losses
@@ -47,20 +46,28 @@ class ScaledWorkload:
 
 
 class ScalingReplica(ShardedReplica):
-    """Sets the factors of the workload for each microbatch."""
+    """Sets the factors of the workload for each pass."""
 
-    def __init__(self, workload: Workload, settings: TrainSettings, groups: Groups) -> None:
+    def __init__(self, workload: Workload, *arguments: Any) -> None:
         self.scaled_workload = ScaledWorkload(workload)
-        super().__init__(self.scaled_workload, settings, groups)
+        super().__init__(self.scaled_workload, *arguments)
 
-    def _feed_microbatch(self, step: int, microbatch: int | None) -> ModuleInputs:
+    def compute(
+        self, step: int, interrupt: Interrupt, skipped_batches: Sequence[int] = ()
+    ) -> Tensor:
+        try:
+            return super().compute(step, interrupt, skipped_batches)
+        finally:
+            self.scaled_workload.factor = self.scaled_workload.gradient_factor = 1.0
+
+    def _feed_round(self, step: int, microbatches: Sequence[int]) -> ModuleInputs:
         self.scaled_workload.factor = self.scaled_workload.gradient_factor = 1.0
-        if microbatch is not None:
+        for microbatch in microbatches:
             self._set_factors(step, microbatch)
-        return super()._feed_microbatch(step, microbatch)
+        return super()._feed_round(step, microbatches)
 
     def _set_factors(self, step: int, microbatch: int) -> None:
-        """Set the factors of the workload for one microbatch."""
+        """Set the factors of the workload for the pass of one microbatch."""
 
 
 class NanLoss(ScalingReplica):

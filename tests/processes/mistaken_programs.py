@@ -33,11 +33,11 @@ class DoublesASample(ShardedReplica):
     """Reads the first sample of one step twice and the second not at all."""
 
     def _draw_samples(
-        self, step: int, rounds: Sequence[int | None], skipped_batches: Sequence[int]
+        self, step: int, rounds: Sequence[tuple[int, ...]], skipped_batches: Sequence[int]
     ) -> dict[int, list[int]]:
         drawn = super()._draw_samples(step, rounds, skipped_batches)
         if step == MISTAKEN_STEP and 1 in drawn:
-            drawn[1] = super()._draw_samples(step, [0], skipped_batches)[0]
+            drawn[1] = super()._draw_samples(step, [(0,)], skipped_batches)[0]
         return drawn
 
 
@@ -52,8 +52,8 @@ class ScalesGradients(ShardedReplica):
 class SeedsByRank(ShardedReplica):
     """Draws its randomness by rank, so that it depends on the world."""
 
-    def _feed_microbatch(self, step: int, microbatch: int | None) -> ModuleInputs:
-        fed = super()._feed_microbatch(step, microbatch)
+    def _feed_round(self, step: int, microbatches: Sequence[int]) -> ModuleInputs:
+        fed = super()._feed_round(step, microbatches)
         seeds = torch.full_like(fed.keywords["seeds"], 1000 * step + self.groups.world_rank)
         return fed._replace(keywords=fed.keywords | {"seeds": seeds})
 
@@ -61,10 +61,10 @@ class SeedsByRank(ShardedReplica):
 class DiesOfASample(ShardedReplica):
     """One microbatch of one step kills each worker that computes it, as a bad sample may."""
 
-    def _feed_microbatch(self, step: int, microbatch: int | None) -> ModuleInputs:
-        if (step, microbatch) == (MISTAKEN_STEP, 5):
+    def _feed_round(self, step: int, microbatches: Sequence[int]) -> ModuleInputs:
+        if step == MISTAKEN_STEP and 5 in microbatches:
             os.kill(os.getpid(), signal.SIGKILL)
-        return super()._feed_microbatch(step, microbatch)
+        return super()._feed_round(step, microbatches)
 
 
 class DiesOfAHeldOutSample(ShardedReplica):

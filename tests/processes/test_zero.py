@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+from collections.abc import Sequence
 from dataclasses import asdict
 from multiprocessing import set_forkserver_preload
 from pathlib import Path
@@ -44,6 +45,7 @@ SETTINGS = tiny().model_copy(
         "eval_every": 1,
         "eval_samples": 4,
         "sync_each_microbatch": True,
+        "pass_samples": 1,
     }
 )
 
@@ -96,14 +98,14 @@ class MeasuredReplica(ShardedReplica):
 
     between_bytes = 0
 
-    def _feed_microbatch(self, step: int, microbatch: int | None) -> ModuleInputs:
-        own_microbatches = self.data_shard.rounds(
+    def _feed_round(self, step: int, microbatches: Sequence[int]) -> ModuleInputs:
+        first, *_, last = self.data_shard.rounds(
             self.settings.num_microbatches, self.passes.num_rounds
         )
-        if len(own_microbatches) > 1 and microbatch in (own_microbatches[0], own_microbatches[-1]):
-            sign = -1 if microbatch == own_microbatches[0] else 1
+        if first != last and microbatches in (first, last):
+            sign = -1 if microbatches == first else 1
             self.between_bytes += sign * bytes_of_all_tensors()
-        return super()._feed_microbatch(step, microbatch)
+        return super()._feed_round(step, microbatches)
 
 
 def bytes_of_all_tensors() -> int:

@@ -58,9 +58,13 @@ def test_loss_is_a_mean_or_a_sum_with_a_count() -> None:
     assert loss_sums_of((SCALAR, torch.tensor([7])), 4).num_tokens.shape == ()
 
 
-@pytest.mark.parametrize("result", [torch.ones(4), None, (torch.ones(4), 4), {"loss": SCALAR}])
+def test_losses_of_the_samples_are_summed() -> None:
+    assert loss_sums_of(torch.tensor([1.0, 2.0, 4.0]), 3) == (torch.tensor(7.0), torch.tensor(3))
+
+
+@pytest.mark.parametrize("result", [torch.ones(3), None, (torch.ones(4), 4), {"loss": SCALAR}])
 def test_loss_of_another_form_is_refused(result: object) -> None:
-    with pytest.raises(UserError, match="return a scalar"):
+    with pytest.raises(UserError, match="return one loss for each sample, "):
         loss_sums_of(result, 4)
 
 

@@ -98,7 +98,7 @@ def test_loss_is_a_sum_over_targets_that_are_not_ignored() -> None:
     batch = workload.read([0, 5, 7])
     logits = model(batch.tokens).flatten(0, 1)
     expected = cross_entropy(logits, batch.targets.flatten(), reduction="sum")
-    batch_on_device = workload.feed(batch, CPU, ALONE, seed=1)
+    batch_on_device = workload.feed(batch, CPU, ALONE, 1)
     torch.testing.assert_close(forward_loss(workload, model, batch_on_device), expected)
     assert workload.num_tokens(batch.targets) == 24
     partly_ignored = batch.targets.clone()

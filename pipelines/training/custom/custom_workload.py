@@ -30,6 +30,7 @@ from pipelines.training.custom.custom_module import (
 )
 from pipelines.training.custom.custom_pipeline import Chain, CustomBatch, inputs_of
 from pipelines.training.custom.custom_shape import shape_of
+from pipelines.training.custom.merge_trial import why_unmergeable
 from pipelines.training.custom.pipeline_trial import why_no_pipeline
 from pipelines.training.models.mlp import MlpWorkload
 from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups
@@ -40,6 +41,7 @@ from pipelines.training.workload.workload import (
     LossSums,
     Metric,
     ModelShape,
+    SeededSamples,
     at_least_float32,
     nothing,
 )
@@ -135,6 +137,10 @@ class CustomWorkload:
         why_not = why_no_pipeline(self)
         return replace(limits, refused=(*limits.refused, ("pp", why_not))) if why_not else limits
 
+    @cached_property
+    def why_unmergeable(self) -> str | None:
+        return why_unmergeable(self)
+
     @property
     def custom_loss(self) -> CustomLoss:
         return self
@@ -174,6 +180,17 @@ class CustomWorkload:
         self._latest[held_out] = batch = self.collated(samples, held_out)
         return batch
 
+    def read_pass(
+        self, parts: Sequence[SeededSamples], interrupt: Callable[[], None] = nothing
+    ) -> CustomBatch:
+        """Read the microbatches of a pass; the random augmentation of each has its own seed."""
+        items: list[Any] = []
+        for seed, samples in parts:
+            seed_host(seed)
+            items += self.items(samples)
+        self._latest[False] = batch = self.batch_of(items)
+        return batch
+
     def empty(self, num_samples: int = 0, held_out: bool = False) -> CustomBatch:
         """A padding microbatch: the split's latest one, so it is as finite as real data."""
         if held_out not in self._latest:
@@ -187,9 +204,16 @@ class CustomWorkload:
 
     def collated(self, samples: Sequence[int], held_out: bool = False) -> CustomBatch:
         """The batch of these samples, without seeding the generators."""
+        return self.batch_of(self.items(samples, held_out))
+
+    def items(self, samples: Sequence[int], held_out: bool = False) -> list[Any]:
+        """What the dataset returns for each of these samples."""
         data = self._dataset(held_out)
-        value = self.recipe.collate([data[sample] for sample in samples])
-        return CustomBatch(value, len(samples), len(samples))
+        return [data[sample] for sample in samples]
+
+    def batch_of(self, items: list[Any]) -> CustomBatch:
+        """The batch that the recipe's `collate` makes of these items."""
+        return CustomBatch(self.recipe.collate(items), len(items), len(items))
 
     def example(self, num_samples: int, held_out: bool = False) -> CustomBatch:
         """The first samples on the host; the generators' states are restored afterwards."""
@@ -198,7 +222,7 @@ class CustomWorkload:
         return self.feed(batch, torch.device("cpu"), ALONE, 0)
 
     def feed(
-        self, batch: CustomBatch, device: torch.device, parallel: ParallelGroups, seed: int
+        self, batch: CustomBatch, device: torch.device, parallel: ParallelGroups, *seeds: int
     ) -> CustomBatch:
         """The batch on the device, with floating-point tensors in the run's dtype."""
 
@@ -283,7 +307,7 @@ def _counted(
     parallel: ParallelGroups,
 ) -> LossSums:
     """The sums of a recipe's function on a microbatch; zero on a padding microbatch."""
-    sums = loss_sums_of(loss(module, fed.value), fed.num_samples)
+    sums = loss_sums_of(loss(module, fed.value), fed.num_held)
     if fed.num_samples:
         return sums
     return LossSums(sums.loss * 0.0, torch.zeros_like(sums.num_tokens))
@@ -295,6 +319,9 @@ def loss_sums_of(losses: Losses, num_samples: int) -> LossSums:
     Raises `UserError` for any other form.
     """
     match losses:
+        case Tensor() if losses.shape == (num_samples,) and num_samples > 1:
+            total = at_least_float32(losses).sum()
+            return LossSums(total, torch.tensor(num_samples, device=total.device))
         case Tensor() if losses.numel() == 1:
             loss = at_least_float32(losses if losses.dim() == 0 else losses.reshape(()))
             return LossSums(loss * num_samples, torch.tensor(num_samples, device=loss.device))
@@ -307,8 +334,8 @@ def loss_sums_of(losses: Losses, num_samples: int) -> LossSums:
         else (type(losses).__name__)
     )
     raise UserError(
-        f"the recipe's loss returned {returned}: return a scalar, the mean over the samples of the "
-        "batch, or a pair (sum, count), e.g. over tokens"
+        f"the recipe's loss returned {returned}: return one loss for each sample, a scalar, their "
+        "mean, or a pair (sum, count), e.g. over tokens"
     )
 
 

@@ -12,10 +12,10 @@ from pipelines.training.workload.ring import positions
 
 
 class KeyedDropout(nn.Module):
-    """Dropout (Srivastava et al., 2014) keyed by the microbatch's seed and this layer's number.
+    """Dropout (Srivastava et al., 2014) keyed by a microbatch's seed and this layer's number.
 
-    Each rank draws the mask of all tokens of the microbatch and takes its own part, so that every
-    layout drops the same elements.
+    Each rank draws the mask of all tokens of a microbatch and takes its own part, so that every
+    layout drops the same elements, however many microbatches a pass has.
     """
 
     def __init__(self, probability: float, parallel: ParallelGroups, number: int) -> None:
@@ -24,16 +24,21 @@ class KeyedDropout(nn.Module):
         self.parallel = parallel
         self.number = number
 
-    def forward(self, hidden: Tensor, seed: int | None) -> Tensor:
-        """Apply dropout to hidden states (batch, length, dim), if there is a seed."""
-        if seed is None or not self.probability:
+    def forward(self, hidden: Tensor, seeds: tuple[int, ...] | None) -> Tensor:
+        """Apply dropout to hidden states (batch, length, dim), if there are seeds: one for each of
+        the pass' microbatches, which divide the batch evenly."""
+        if seeds is None or not self.probability:
             return hidden
-        generator = torch.Generator(hidden.device).manual_seed(mixed(seed ^ self.number << 48) >> 1)
         held, length = self._positions(hidden)
-        shape = (hidden.shape[0], length, hidden.shape[2])
-        drawn = torch.rand(shape, generator=generator, device=hidden.device)
+        shape = (hidden.shape[0] // len(seeds), length, hidden.shape[2])
+        masks = [self._drawn(seed, shape, hidden.device) for seed in seeds]
+        drawn = masks[0] if len(masks) == 1 else torch.cat(masks)
         mask = drawn[:, held] if held is not None else drawn
         return hidden * (mask >= self.probability) / (1 - self.probability)
+
+    def _drawn(self, seed: int, shape: tuple[int, ...], device: torch.device) -> Tensor:
+        generator = torch.Generator(device).manual_seed(mixed(seed ^ self.number << 48) >> 1)
+        return torch.rand(shape, generator=generator, device=device)
 
     def _positions(self, hidden: Tensor) -> tuple[Tensor | None, int]:
         """The positions of these hidden states in the sequence (None: all), and its length."""

@@ -53,6 +53,13 @@ class LanguageModelWorkload(NextToken):
     def limits(self) -> Limits:
         return self.shape().limits
 
+    @property
+    def why_unmergeable(self) -> str | None:
+        experts = self.settings.experts
+        if experts and experts.balance_coefficient:
+            return "the balance loss of the experts is that of a microbatch"
+        return None
+
     def draw(
         self,
         name: str,
@@ -66,9 +73,10 @@ class LanguageModelWorkload(NextToken):
         return draw(distribution, name, seed, shape, region, interrupt)
 
     def feed(
-        self, batch: Batch, device: torch.device, parallel: ParallelGroups, seed: int
+        self, batch: Batch, device: torch.device, parallel: ParallelGroups, *seeds: int
     ) -> ModuleInputs:
-        keywords = {"seeds": torch.full(batch.tokens.shape[:1], seed)}
+        num_each = len(batch.tokens) // len(seeds)
+        keywords = {"seeds": torch.tensor(seeds).repeat_interleave(num_each)}
         if batch.documents is not None:
             keywords["documents"] = batch.documents
         inputs, targets = batch.tokens, batch.targets

@@ -24,8 +24,10 @@ from pipelines.training.workload.workload import (
     Metric,
     ModelShape,
     ModuleInputs,
+    SeededSamples,
     nothing,
     output_losses,
+    samples_in,
 )
 
 
@@ -57,6 +59,7 @@ class MlpWorkload:
     """Regression of a fixed nonlinear function of random vectors."""
 
     custom_loss: CustomLoss | None = None
+    why_unmergeable: str | None = None
 
     def __init__(
         self, settings: MlpSettings, seed: int, dtype: torch.dtype = torch.float32
@@ -119,13 +122,18 @@ class MlpWorkload:
         repeats = -(-width // inputs.shape[1])
         return VectorBatch(inputs, inputs.sin().repeat(1, repeats)[:, :width])
 
+    def read_pass(
+        self, parts: Sequence[SeededSamples], interrupt: Callable[[], None] = nothing
+    ) -> VectorBatch:
+        return self.read(samples_in(parts), interrupt=interrupt)
+
     def empty(self, num_samples: int = 0, held_out: bool = False) -> VectorBatch:
         first, last = self.settings.dims[0], self.settings.dims[-1]
         missing = torch.full((num_samples, last), torch.nan)
         return VectorBatch(torch.zeros(num_samples, first), missing)
 
     def feed(
-        self, batch: VectorBatch, device: torch.device, parallel: ParallelGroups, seed: int
+        self, batch: VectorBatch, device: torch.device, parallel: ParallelGroups, *seeds: int
     ) -> ModuleInputs:
         return ModuleInputs(
             batch.inputs.to(device, self.dtype), {}, batch.targets.to(device, self.dtype)

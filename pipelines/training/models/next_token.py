@@ -22,8 +22,10 @@ from pipelines.training.workload.workload import (
     LossSums,
     Metric,
     ModuleInputs,
+    SeededSamples,
     nothing,
     output_losses,
+    samples_in,
 )
 
 IGNORED = -100
@@ -38,6 +40,10 @@ class NextToken:
 
     cuts_head = True
     custom_loss: CustomLoss | None = None
+
+    @property
+    def why_unmergeable(self) -> str | None:
+        return None
 
     def __init__(
         self, vocab_size: int, train: Samples, held_out: Samples | None, dtype: torch.dtype
@@ -71,6 +77,11 @@ class NextToken:
         split = self._split(held_out)
         split.fetch(samples, interrupt)
         return split.read(samples)
+
+    def read_pass(
+        self, parts: Sequence[SeededSamples], interrupt: Callable[[], None] = nothing
+    ) -> Batch:
+        return self.read(samples_in(parts), interrupt=interrupt)
 
     def _split(self, held_out: bool) -> Samples:
         if not held_out:

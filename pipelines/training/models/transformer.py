@@ -19,13 +19,14 @@ from pipelines.training.workload.ring import positions
 
 class Frame(NamedTuple):
     """Inputs that all layers share in one forward pass: the full sequence length, the rotary angles
-    of this rank's tokens, the attention mask or the documents, and the dropout seed."""
+    of this rank's tokens, the attention mask or the documents, and the dropout seed of each
+    microbatch of the pass."""
 
     length: int
     rotation: Tensor
     mask: Tensor | None
     documents: Tensor | None
-    seed: int | None
+    seeds: tuple[int, ...] | None
     is_padding: bool
 
 
@@ -34,10 +35,10 @@ class Transformer(nn.Module):
 
     `forward(tokens, documents, seeds)` takes int64 tokens (batch, length) and returns logits
     (batch, length, vocabulary). `documents` is None or the document number of each token (batch,
-    length), int; tokens do not attend across documents. `seeds` is None or the microbatch's random
-    seed (batch,), negative for padding. A stage without embedding takes hidden states (batch,
-    length, dim); one without head returns them. If `parallel` shards the sequence, `length` is this
-    rank's part, except in `documents`.
+    length), int; tokens do not attend across documents. `seeds` is None or the random seed of
+    each sample's microbatch (batch,), negative for padding. A stage without embedding takes hidden
+    states (batch, length, dim); one without head returns them. If `parallel` shards the sequence,
+    `length` is this rank's part, except in `documents`.
     """
 
     def __init__(self, settings: TransformerSettings, parallel: ParallelGroups = ALONE) -> None:
@@ -71,15 +72,15 @@ class Transformer(nn.Module):
         settings, parallel = self.settings, self.parallel
         held = positions(length, parallel.cp_rank, parallel.num_cp).to(device)
         head_dim = settings.dim // settings.num_heads
-        seed = int(seeds[0]) if seeds is not None else None
+        each = () if seeds is None else tuple(seeds.unique_consecutive().tolist())
         mask = document_mask(documents, device) if parallel.cp is None else None
         return Frame(
             length,
             rotary(held, head_dim, settings.rope_theta),
             mask,
             documents if mask is None else None,
-            seed if settings.dropout and self.training else None,
-            is_padding=seed is not None and seed < 0,
+            each if each and settings.dropout and self.training else None,
+            is_padding=bool(each) and each[0] < 0,
         )
 
 
@@ -103,13 +104,13 @@ class TransformerBlock(nn.Module):
 
     def forward(self, hidden: Tensor, frame: Frame) -> Tensor:
         attended = self.attention(self.attention_norm(hidden), frame=frame)
-        hidden = hidden + self.attention_dropout(attended, frame.seed)
+        hidden = hidden + self.attention_dropout(attended, frame.seeds)
         normed = self.feed_forward_norm(hidden)
         if isinstance(self.feed_forward, MixtureOfExperts):
             output = self.feed_forward(normed, counted=not frame.is_padding)
         else:
             output = self.feed_forward(normed)
-        total: Tensor = hidden + self.feed_forward_dropout(output, frame.seed)
+        total: Tensor = hidden + self.feed_forward_dropout(output, frame.seeds)
         return total
 
 

@@ -36,8 +36,8 @@ def evaluate(
     starts = range(0, num_samples, settings.microbatch)
     rounds = data_shard.rounds(len(starts), passes.num_rounds)
 
-    def feed_microbatch(microbatch: int | None) -> Any:
-        first = starts[microbatch] if microbatch is not None else num_samples
+    def feed_round(microbatches: tuple[int, ...]) -> Any:
+        first = starts[microbatches[0]] if microbatches else num_samples
         samples = range(first, min(first + settings.microbatch, num_samples))
         batches = [workload.read(samples, held_out=True, interrupt=interrupt)] if samples else []
         missing = settings.microbatch - len(samples)
@@ -49,11 +49,11 @@ def evaluate(
             microbatch_inputs[0] if len(microbatch_inputs) == 1 else concatenate(microbatch_inputs)
         )
 
-    summed = passes.evaluate((feed_microbatch(microbatch) for microbatch in rounds), len(rounds))
+    summed = passes.evaluate(map(feed_round, rounds), len(rounds))
     size = (1 + len(workload.metrics), 2, len(starts))
     sums = torch.zeros(size, dtype=torch.float64, device=groups.device)
-    for microbatch, kinds in zip(rounds, summed, strict=False):
-        if microbatch is not None and parallel.counts_loss:
+    for microbatches, kinds in zip(rounds, summed, strict=False):
+        for microbatch in microbatches if parallel.counts_loss else ():
             for number, (total, count) in enumerate(kinds):
                 sums[number, 0, microbatch] = total
                 sums[number, 1, microbatch] = count

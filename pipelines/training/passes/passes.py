@@ -9,6 +9,7 @@ from typing import Any, Protocol
 import torch
 from torch.distributed.tensor.parallel import loss_parallel
 
+from pipelines.training.passes.pass_size import PassSize
 from pipelines.training.passes.running_buffers import RunningBuffers
 from pipelines.training.sharding.sharded import Sharded
 from pipelines.training.workload.parallel_groups import ParallelGroups
@@ -21,28 +22,40 @@ class Passes(Protocol):
     needs_full_size: bool
     """Whether all microbatches, including padding, must have the same shape."""
 
+    def agree_on_size(self) -> int:
+        """The most microbatches of a training pass, equal on all ranks; see `PassSize.agree`."""
+
     def num_rounds(self, least: int) -> int:
-        """The number of microbatches, at least `least`, that each rank must run."""
+        """The number of passes, at least `least`, that each rank must run."""
 
     def train(self, microbatch_inputs: Iterable[Any], num_rounds: int) -> list[LossSums]:
-        """Run forward and backward of all microbatches."""
+        """Run forward and backward of all passes."""
 
     def evaluate(self, microbatch_inputs: Iterable[Any], num_rounds: int) -> list[list[LossSums]]:
         """Run forward without gradients; for each microbatch the loss and the metrics."""
 
 
 class SequentialPasses:
-    """Runs microbatches one by one through the full module; see `Passes`."""
+    """Runs passes one by one through the full module; see `Passes`."""
 
     def __init__(
-        self, workload: Workload, sharded: Sharded, parallel: ParallelGroups, moving: RunningBuffers
+        self,
+        workload: Workload,
+        sharded: Sharded,
+        parallel: ParallelGroups,
+        moving: RunningBuffers,
+        size: PassSize,
     ) -> None:
+        self.size = size
         self.workload = workload
         self.moving = moving
         self.sharded = sharded
         [self.module] = sharded.modules
         self.parallel = parallel
         self.needs_full_size = not (parallel.has_whole_sequences or workload.has_constant_size)
+
+    def agree_on_size(self) -> int:
+        return self.size.agree()
 
     def num_rounds(self, least: int) -> int:
         return least
@@ -55,7 +68,8 @@ class SequentialPasses:
                 if number == 1 or is_last:
                     self.sharded.accumulate(is_last)
                 self.moving.begin_pass()
-                loss, num_tokens = self.workload.losses(self.module, fed, self.parallel)
+                with self.size.watched(self.module):
+                    loss, num_tokens = self.workload.losses(self.module, fed, self.parallel)
                 self.moving.end_pass(num_tokens, is_last)
                 loss.backward()
                 sums.append(LossSums(loss.detach(), num_tokens))

@@ -66,6 +66,9 @@ class Pipelined:
         self.has_last = stages[-1].number == self.num_stages - 1
         self._schedules: dict[int, Any] = {}
 
+    def agree_on_size(self) -> int:
+        return 1
+
     def num_rounds(self, least: int) -> int:
         """1F1B needs at least as many microbatches as ranks, the interleaved schedules a multiple
         of that."""

@@ -16,6 +16,7 @@ from elastic.protocol.votes import Vote
 from pipelines.settings import TrainSettings
 from pipelines.training.custom.custom_pipelined import CustomPipelined
 from pipelines.training.passes.evaluation import evaluate
+from pipelines.training.passes.pass_size import PassObservations, PassSize
 from pipelines.training.passes.passes import Passes, SequentialPasses
 from pipelines.training.passes.pipeline import Pipelined
 from pipelines.training.passes.prefetch import SamplePrefetch
@@ -35,7 +36,7 @@ from pipelines.training.workload.parallel_groups import ParallelGroups
 from pipelines.training.workload.sample_order import samples_of
 from pipelines.training.workload.seeds import seed_device
 from pipelines.training.workload.state import buffers, build_on_meta, optimizer_factory_of
-from pipelines.training.workload.workload import PADDING, Workload
+from pipelines.training.workload.workload import PADDING, SeededSamples, Workload
 
 NORM_EPS = 1e-6
 """Added to the norm in clipping, as `torch.nn.utils.clip_grad_norm_` does."""
@@ -44,7 +45,15 @@ NORM_EPS = 1e-6
 class ShardedReplica:
     """Trains a workload under any layout; see `actors.runtime.program.Replica`."""
 
-    def __init__(self, workload: Workload, settings: TrainSettings, groups: Groups) -> None:
+    def __init__(
+        self,
+        workload: Workload,
+        settings: TrainSettings,
+        groups: Groups,
+        observations: PassObservations | None = None,
+    ) -> None:
+        """`observations` are those of the process' earlier generations."""
+        self.pass_size = PassSize(workload, settings, groups, observations or PassObservations())
         self.workload = workload
         self.settings = settings
         self.groups = groups
@@ -74,7 +83,7 @@ class ShardedReplica:
         )
 
     def _passes(self, moving: RunningBuffers) -> Passes:
-        return SequentialPasses(self.workload, self.sharded, self.parallel, moving)
+        return SequentialPasses(self.workload, self.sharded, self.parallel, moving, self.pass_size)
 
     def _pipeline_passes(self, stages: Sequence[Stage], moving: StageBuffers) -> Passes:
         args = (self.workload, stages, self.sharded, self.groups, self.parallel, self.settings)
@@ -101,11 +110,13 @@ class ShardedReplica:
         by its number of copies)`, shape (3,).
         """
         self.interrupt_hooks.interrupt = interrupt
-        rounds = self.data_shard.rounds(self.settings.num_microbatches, self.passes.num_rounds)
+        rounds = self.data_shard.rounds(
+            self.settings.num_microbatches, self.passes.num_rounds, self.passes.agree_on_size()
+        )
         self.samples = self._draw_samples(step, rounds, skipped_batches)
         self.prefetch.start(step, skipped_batches)
         self.step_statistics.begin(step, rounds)
-        microbatch_inputs = (self._feed_microbatch(step, microbatch) for microbatch in rounds)
+        microbatch_inputs = (self._feed_round(step, microbatches) for microbatches in rounds)
         sums = torch.zeros(3, dtype=torch.float64, device=self.groups.device)
         self.moving.begin()
         self.sharded.gather(interrupt)
@@ -115,6 +126,8 @@ class ShardedReplica:
                 sums[index] = torch.stack(values).double().sum()
         self.sharded.reduce(interrupt)
         self.moving.reduce()
+        if self.moving.moving:
+            self.pass_size.note_updated_buffers()
         if self.parallel.tp is not None and self.partial_gradients:
             gradients = self.state.gradients()
             partial = [gradients[name] for name in self.partial_gradients]
@@ -171,23 +184,26 @@ class ShardedReplica:
         """The bytes of the state on this rank's device; see `LocalState.state_bytes`."""
         return self.state.state_bytes()
 
-    def _feed_microbatch(self, step: int, microbatch: int | None) -> Any:
+    def _feed_round(self, step: int, microbatches: Sequence[int]) -> Any:
         device, parallel = self.groups.device, self.parallel
-        if microbatch is None:
+        if not microbatches:
             full_size = self.settings.microbatch if self.passes.needs_full_size else 0
             return self.workload.feed(self.workload.empty(full_size), device, parallel, PADDING)
-        seed = microbatch_seed(self.settings.seed, step, microbatch)
-        seed_device(device, seed)
-        interrupt = self.interrupt_hooks.interrupt
-        batch = self.workload.read(self.samples[microbatch], interrupt=interrupt)
-        return self.workload.feed(batch, device, parallel, seed)
+        seeds = [microbatch_seed(self.settings.seed, step, number) for number in microbatches]
+        seed_device(device, seeds[0])
+        parts = [
+            SeededSamples(seed, self.samples[number])
+            for seed, number in zip(seeds, microbatches, strict=True)
+        ]
+        batch = self.workload.read_pass(parts, self.interrupt_hooks.interrupt)
+        return self.workload.feed(batch, device, parallel, *seeds)
 
     def _draw_samples(
-        self, step: int, rounds: Sequence[int | None], skipped_batches: Sequence[int]
+        self, step: int, rounds: Sequence[tuple[int, ...]], skipped_batches: Sequence[int]
     ) -> dict[int, list[int]]:
         """The samples of each of this rank's microbatches; recorded if the settings say so."""
         settings = self.settings
-        own = [microbatch for microbatch in rounds if microbatch is not None]
+        own = [microbatch for microbatches in rounds for microbatch in microbatches]
         ids = [
             sample_id
             for microbatch in own

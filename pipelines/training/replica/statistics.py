@@ -51,8 +51,8 @@ class Statistics:
                 if id(part) in block_ids:
                     part.register_forward_hook(_Hook(self, self.names.index(name)))
 
-    def begin(self, step: int, rounds: Sequence[int | None]) -> None:
-        """Start to collect if the step is due; `rounds` are its microbatches, None for padding."""
+    def begin(self, step: int, rounds: Sequence[tuple[int, ...]]) -> None:
+        """Start to collect if the step is due; `rounds` are the microbatches of its passes."""
         self._due = step if self._every and step % self._every == 0 else 0
         if self._due:
             shape, device = (len(self.names), NONFINITE + 1), self._groups.device
@@ -99,7 +99,7 @@ class Statistics:
         number = self._num_seen[group]
         self._num_seen[group] += 1
         first = output[0] if isinstance(output, tuple | list) else output
-        if number >= len(self._rounds) or self._rounds[number] is None:
+        if number >= len(self._rounds) or not self._rounds[number]:
             return
         if not isinstance(first, Tensor) or not first.is_floating_point():
             return

@@ -28,7 +28,7 @@ from pipelines.training.workload.workload import Workload
 FORMING_TIMEOUT = timedelta(seconds=60)
 
 
-Build = Callable[[Workload, TrainSettings, Groups], ShardedReplica]
+Build = Callable[..., ShardedReplica]
 """Makes a rank's replica."""
 
 

@@ -22,15 +22,20 @@ class DataShard:
         layout = groups.assignment.layout
         return cls(layout.data_rank(groups.world_rank), layout.num_data_ranks)
 
-    def rounds(self, num_microbatches: int, round_up: Callable[[int], int]) -> list[int | None]:
-        """The microbatch of each round, or None for an empty one.
+    def rounds(
+        self, num_microbatches: int, round_up: Callable[[int], int], num_merged: int = 1
+    ) -> list[tuple[int, ...]]:
+        """The microbatches of each round, at most `num_merged`; an empty round has none.
 
         Every data rank runs the same number of rounds, so that the collectives of forward and
         backward match. `round_up` maps the least number of rounds to the number that is run.
         """
         own = deal(num_microbatches, self.num_data_ranks)[self.data_rank]
-        padding = round_up(num_rounds(num_microbatches, self.num_data_ranks)) - len(own)
-        return [*own, *[None] * padding]
+        most = num_rounds(num_microbatches, self.num_data_ranks)
+        num_run = round_up(-(-most // num_merged))
+        if not own:
+            return [()] * num_run
+        return [tuple(own[i] for i in chosen) for chosen in deal(len(own), num_run)]
 
 
 def microbatch_sample_ids(

@@ -95,8 +95,20 @@ class ModuleInputs(NamedTuple):
     targets: Tensor
 
 
+class SeededSamples(NamedTuple):
+    """The samples of one microbatch, and its random seed."""
+
+    seed: int
+    samples: Sequence[int]
+
+
+def samples_in(parts: Sequence[SeededSamples]) -> list[int]:
+    """The samples of several microbatches, in order."""
+    return [sample for part in parts for sample in part.samples]
+
+
 class LossSums(NamedTuple):
-    """The loss sum and the number of tokens of a microbatch, as this rank counts them."""
+    """The loss sum and the number of tokens of a pass, as this rank counts them."""
 
     loss: Tensor
     num_tokens: Tensor
@@ -177,6 +189,11 @@ class Workload(OutputLoss, Protocol):
     def custom_loss(self) -> CustomLoss | None:
         """The loss for a pipeline, if it calls the module itself; None if it is `loss`."""
 
+    @property
+    def why_unmergeable(self) -> str | None:
+        """Why several microbatches in one pass would not be the same computation; None if they may
+        be. It may take seconds once. A pass that draws random numbers is found in the run."""
+
     def module(self, parallel: ParallelGroups = ALONE) -> nn.Module:
         """Build a module. It is called under the meta device, so values set here are lost.
 
@@ -222,12 +239,19 @@ class Workload(OutputLoss, Protocol):
         """The batch of these samples, in this order, on the host. It calls `interrupt`, which may
         raise, while it waits for samples."""
 
+    def read_pass(
+        self, parts: Sequence[SeededSamples], interrupt: Callable[[], None] = nothing
+    ) -> Any:
+        """The batch of all samples of a training pass. Randomness in the reading of a microbatch
+        follows its seed."""
+
     def empty(self, num_samples: int = 0, held_out: bool = False) -> Any:
         """A batch with loss 0 and gradient 0: `num_samples` samples of full size, or, for 0, a
         batch of the smallest size."""
 
-    def feed(self, batch: Any, device: torch.device, parallel: ParallelGroups, seed: int) -> Any:
-        """This rank's part of a batch. `seed` is the microbatch's, negative for padding."""
+    def feed(self, batch: Any, device: torch.device, parallel: ParallelGroups, *seeds: int) -> Any:
+        """This rank's part of a batch. `seeds` are those of its microbatches, which have equal
+        sizes; negative for padding."""
 
     def losses(self, module: nn.Module, fed: Any, parallel: ParallelGroups) -> LossSums:
         """Run `feed`'s result through a full module; return the sum and the number of losses.

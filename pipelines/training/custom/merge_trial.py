@@ -1,0 +1,159 @@
+"""Trial of merged passes before a run: two microbatches in one pass must equal two passes."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Sequence
+from functools import partial
+from typing import Any, NamedTuple, Protocol, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from pipelines.settings import TrainSettings
+from pipelines.settings.recipe import Recipe
+from pipelines.training.custom.block_flow import in_dtypes
+from pipelines.training.custom.custom_module import InitialValues, build_on_host, seeded
+from pipelines.training.custom.custom_pipeline import CustomBatch
+from pipelines.training.workload.parallel_groups import ALONE
+from pipelines.training.workload.state import buffers
+from pipelines.training.workload.workload import LossSums, Metric, ModelShape
+
+MAX_PARAMETERS = 20_000_000
+"""A larger module is not tried out: each worker would build it on its host."""
+NOISE = 0.05
+"""Scale of the noise added to parameters: a parameter of value 0 would hide differences."""
+
+
+T = TypeVar("T")
+
+
+class MergeCandidate(Protocol):
+    """A custom workload, as the trial sees it."""
+
+    recipe: Recipe
+    settings: TrainSettings
+    values: InitialValues
+
+    def module(self) -> nn.Module: ...
+
+    def shape(self) -> ModelShape: ...
+
+    def kinds(self, training: bool) -> Sequence[Metric]: ...
+
+    def first(self, num_samples: int) -> list[int]: ...
+
+    def items(self, samples: Sequence[int]) -> list[Any]: ...
+
+    def batch_of(self, items: list[Any]) -> CustomBatch: ...
+
+
+class _Unmergeable(Exception):
+    """The reason why merged microbatches are another computation."""
+
+
+class _Pass(NamedTuple):
+    sums: LossSums
+    gradients: dict[str, Tensor]
+
+
+def why_unmergeable(candidate: MergeCandidate, max_parameters: int = MAX_PARAMETERS) -> str | None:
+    """The reason why a pass may not have several of the recipe's microbatches, or None."""
+    num_parameters = sum(parameter.numel() for parameter in candidate.module().parameters())
+    if num_parameters > max_parameters:
+        return (
+            f"the module has {num_parameters:,} parameters, and a trial of merged microbatches is "
+            f"run up to {max_parameters:,}"
+        )
+    try:
+        with seeded(candidate.settings.seed):
+            _try_out(candidate)
+    except _Unmergeable as unmergeable:
+        return str(unmergeable)
+    except Exception as error:
+        reason = (str(error).splitlines() or [""])[0]
+        return f"the trial of merged microbatches failed: {type(error).__name__}: {reason}"
+    return None
+
+
+def _try_out(candidate: MergeCandidate) -> None:
+    size = min(2, candidate.settings.microbatch)
+    items = candidate.items(candidate.first(2 * size))
+    merged, first, second = (
+        _drawing_nothing("collate", partial(candidate.batch_of, chosen))
+        for chosen in (items, items[:size], items[size:])
+    )
+    module = _module(candidate)
+    _refuse_mean(candidate.recipe.loss(module, merged.value), 2 * size)
+    together = _run(candidate, module, merged)
+    apart = [_run(candidate, module, batch) for batch in (first, second)]
+    if not _alike(together.sums.num_tokens, sum(part.sums.num_tokens for part in apart)):
+        raise _Unmergeable("the number of losses of a sample depends on its microbatch")
+    if not _alike(together.sums.loss, sum(part.sums.loss for part in apart)):
+        raise _Unmergeable("the loss of a sample depends on others of its microbatch")
+    for name, gradient in together.gradients.items():
+        if not _alike(gradient, sum(part.gradients.get(name, 0.0) for part in apart)):
+            raise _Unmergeable(
+                f"the gradient of {name} depends on which samples share a microbatch"
+            )
+
+
+def _module(candidate: MergeCandidate) -> nn.Module:
+    module = in_dtypes(
+        build_on_host(candidate.recipe.model, candidate.settings.seed), candidate.recipe
+    )
+    if candidate.settings.dtype == "bfloat16":
+        module.float()
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.is_floating_point():
+                parameter.add_(NOISE * torch.randn_like(parameter))
+    return module.train()
+
+
+def _run(candidate: MergeCandidate, module: nn.Module, batch: CustomBatch) -> _Pass:
+    before = {name: buffer.clone() for name, buffer in buffers(module)}
+    [loss] = candidate.kinds(training=True)
+    module.zero_grad()
+    sums = _drawing_nothing("a pass of the module or loss", partial(loss, module, batch, ALONE))
+    for name, buffer in buffers(module):
+        if not torch.equal(buffer, before[name]):
+            raise _Unmergeable(f"a pass updates buffer {name}, as batch normalization does")
+    sums.loss.backward()
+    named = module.named_parameters()
+    return _Pass(
+        LossSums(sums.loss.detach(), sums.num_tokens),
+        {name: p.grad.clone() for name, p in named if p.grad is not None},
+    )
+
+
+def _refuse_mean(losses: Any, num_samples: int) -> None:
+    if isinstance(losses, Tensor) and losses.shape != (num_samples,):
+        raise _Unmergeable(
+            "the loss returns a mean, which may be one over tokens; return one loss for each "
+            "sample, or a pair (sum, count)"
+        )
+
+
+def _drawing_nothing(what: str, call: Callable[[], T]) -> T:
+    states = _generator_states()
+    result = call()
+    if _generator_states() != states:
+        raise _Unmergeable(f"{what} draws random numbers, as dropout does")
+    return result
+
+
+def _generator_states() -> tuple[Any, ...]:
+    numpy_state = [np.asarray(part).tolist() for part in np.random.get_state()]
+    return torch.get_rng_state().tolist(), random.getstate(), numpy_state
+
+
+def _alike(first: Any, second: Any) -> bool:
+    return torch.allclose(
+        torch.as_tensor(first, dtype=torch.float64),
+        torch.as_tensor(second, dtype=torch.float64),
+        rtol=1e-4,
+        atol=1e-6,
+        equal_nan=True,
+    )
