@@ -14,11 +14,12 @@ from torch import Tensor, nn
 from pipelines.settings import TrainSettings
 from pipelines.settings.recipe import Recipe
 from pipelines.training.custom.block_flow import in_dtypes
-from pipelines.training.custom.custom_module import InitialValues, build_on_host, seeded
+from pipelines.training.custom.custom_module import build_on_host, seeded
 from pipelines.training.custom.custom_pipeline import CustomBatch
-from pipelines.training.workload.parallel_groups import ALONE
+from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups
 from pipelines.training.workload.state import buffers
-from pipelines.training.workload.workload import LossSums, Metric, ModelShape
+from pipelines.training.workload.trees import mapped
+from pipelines.training.workload.workload import LossSums, Metric, at_least_float32
 
 MAX_PARAMETERS = 20_000_000
 """A larger module is not tried out: each worker would build it on its host."""
@@ -34,11 +35,8 @@ class MergeCandidate(Protocol):
 
     recipe: Recipe
     settings: TrainSettings
-    values: InitialValues
 
     def module(self) -> nn.Module: ...
-
-    def shape(self) -> ModelShape: ...
 
     def kinds(self, training: bool) -> Sequence[Metric]: ...
 
@@ -47,6 +45,10 @@ class MergeCandidate(Protocol):
     def items(self, samples: Sequence[int]) -> list[Any]: ...
 
     def batch_of(self, items: list[Any]) -> CustomBatch: ...
+
+    def feed(
+        self, batch: CustomBatch, device: torch.device, parallel: ParallelGroups, *seeds: int
+    ) -> CustomBatch: ...
 
 
 class _Unmergeable(Exception):
@@ -81,8 +83,7 @@ def _try_out(candidate: MergeCandidate) -> None:
     size = min(2, candidate.settings.microbatch)
     items = candidate.items(candidate.first(2 * size))
     merged, first, second = (
-        _drawing_nothing("collate", partial(candidate.batch_of, chosen))
-        for chosen in (items, items[:size], items[size:])
+        _batch_of(candidate, chosen) for chosen in (items, items[:size], items[size:])
     )
     module = _module(candidate)
     _refuse_mean(candidate.recipe.loss(module, merged.value), 2 * size)
@@ -97,6 +98,12 @@ def _try_out(candidate: MergeCandidate) -> None:
             raise _Unmergeable(
                 f"the gradient of {name} depends on which samples share a microbatch"
             )
+
+
+def _batch_of(candidate: MergeCandidate, items: list[Any]) -> CustomBatch:
+    batch = _drawing_nothing("collate", partial(candidate.batch_of, items))
+    fed = candidate.feed(batch, torch.device("cpu"), ALONE)
+    return fed._replace(value=mapped(at_least_float32, fed.value))
 
 
 def _module(candidate: MergeCandidate) -> nn.Module:
