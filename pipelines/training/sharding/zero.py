@@ -20,7 +20,7 @@ from pipelines.training.sharding.buckets import Bucket, BucketParameter, Chunks,
 from pipelines.training.sharding.sharded import as_distributed, assign, local_tensor, on_host
 from pipelines.training.workload.workload import Workload
 
-SMALL_BYTES = 1 << 20
+SMALL_BYTES = 4 << 20
 """Below this size a bucket's collective does not get faster."""
 
 
