@@ -19,6 +19,7 @@ from torch.distributed import ProcessGroup, Store
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils.data._utils import worker as data_worker
 
 # `TorchDispatchMode` is documented, but public only under this module: no other hook sees every
 # operation of a constructor.
@@ -261,3 +262,11 @@ def transient_buffers(module: nn.Module) -> set[str]:
     `state_dict()` would copy the names of all modules below, too.
     """
     return module._non_persistent_buffers_set
+
+
+def announce_reader(number: int, num_readers: int, dataset: Any) -> None:
+    """Make `torch.utils.data.get_worker_info()` return this process' number; the public API sets it
+    only in processes that a `DataLoader` starts."""
+    data_worker._worker_info = data_worker.WorkerInfo(
+        id=number, num_workers=num_readers, seed=number, dataset=dataset
+    )

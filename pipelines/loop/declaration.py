@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
 
 from pipelines.loop.errors import LoopMisused
 from pipelines.loop.stepping import ScriptOptimizerFactory
+from pipelines.settings import ReadingSettings
 from pipelines.settings.recipe import Dataset
 
 
@@ -39,6 +40,9 @@ class Declaration:
     num_microbatches: int
     steps: int
     evaluation: EvaluationSetup | None = None
+    reading: ReadingSettings = field(default_factory=ReadingSettings)
+    begin_reader: Callable[[int], None] | None = None
+    """The loader's `worker_init_fn`."""
 
     @property
     def batch(self) -> int:

@@ -21,6 +21,7 @@ from pipelines.loop.prepared import (
 )
 from pipelines.loop.step import Step
 from pipelines.loop.stepping import ScriptOptimizerFactory
+from pipelines.settings import ReadingSettings
 from pipelines.settings.recipe import Dataset
 
 
@@ -97,6 +98,8 @@ class Run:
             microbatches,
             num_steps,
             self._evaluation,
+            _reading_of(loader),
+            loader.worker_init_fn,
         )
 
     def _prepared(self, item: Any) -> Any:
@@ -122,6 +125,16 @@ class Run:
             f"run.prepare: cannot prepare {type(item).__name__}; pass a model, an optimizer, a "
             "learning-rate scheduler that needs no metric, and a DataLoader"
         )
+
+
+def _reading_of(loader: DataLoader[Any]) -> ReadingSettings:
+    """The run's settings for the reader processes that a loader asks for."""
+    changes: dict[str, Any] = {}
+    if loader.prefetch_factor is not None:
+        changes["prefetch_factor"] = loader.prefetch_factor
+    if loader.timeout:
+        changes["sample_timeout_s"] = loader.timeout
+    return ReadingSettings(num_readers=loader.num_workers, pin_memory=loader.pin_memory, **changes)
 
 
 def _refuse_second(known: Any, kind: str) -> None:

@@ -77,6 +77,7 @@ def settings_of(declaration: Declaration) -> TrainSettings:
         batch=declaration.batch,
         microbatch=declaration.microbatch,
         steps=declaration.steps,
+        reading=declaration.reading,
         dtype=DTYPES.get(first.dtype, "float32"),
     )
 
@@ -95,6 +96,7 @@ def recipe_of(declaration: Declaration, settings: TrainSettings) -> Recipe:
         evaluation=evaluation.losses if evaluation else None,
         metrics=evaluation.metrics if evaluation else {},
         collate=declaration.collate,
+        begin_reader=declaration.begin_reader,
         settings=settings,
     )
 

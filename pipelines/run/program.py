@@ -90,6 +90,8 @@ class TrainingProgram:
         """Check that this machine can read the data, then build and step once and discard the
         result; see `pipelines.training.replica.warm_up`. Raises `UnsuitableMachine`."""
         self.workload.reach()
+        if isinstance(self.workload, CustomWorkload):
+            self.workload.start_readers()
         warm_up(self.workload, self.settings, self.device, self._replica)
         if self.loop is not None:
             self.loop.restart_script()

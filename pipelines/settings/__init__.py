@@ -24,6 +24,7 @@ from pipelines.settings.settings import (
     DataSettings,
     NetworkSettings,
     OptimizerSettings,
+    ReadingSettings,
     TrainSettings,
 )
 
@@ -43,6 +44,7 @@ __all__ = [
     "NetworkSettings",
     "OptimizerSettings",
     "QuarantineSettings",
+    "ReadingSettings",
     "Settings",
     "SnapshotSettings",
     "StragglerSettings",

@@ -53,6 +53,9 @@ class Recipe:
     `["embed", "layers.*", "head"]`; a star stands for each number. The module's forward must call
     each block with the output of the block before, one tensor.
 
+    `begin_reader` is called in each reader process (`settings.reading.num_readers`) with its
+    number, before the first sample, as torch's `worker_init_fn`.
+
     `settings` hold everything else: `batch`, `microbatch`, `steps`, `seed`, `dtype`... Their
     `model`, `data` and `optimizer` are ignored.
     """
@@ -72,3 +75,4 @@ class Recipe:
     plan: Mapping[str, Literal["colwise", "rowwise"]] = field(default_factory=dict)
     tp_divides: int | None = None
     pipeline: Sequence[str] = ()
+    begin_reader: Callable[[int], None] | None = None

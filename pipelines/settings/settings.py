@@ -86,6 +86,24 @@ class CacheSettings(Settings):
     reach_timeout_s: Seconds = setting(30.0, "How long a starting worker tries to reach the data.")
 
 
+class ReadingSettings(Settings):
+    """Reader processes, which read samples ahead of training; see docs/data.md."""
+
+    num_readers: Annotated[int, Field(ge=0, le=1000)] = setting(
+        0, "The number of reader processes of each worker; 0: the training thread reads."
+    )
+    prefetch_factor: PositiveInt = setting(2, "How many passes each reader reads ahead.")
+    pin_memory: bool = setting(
+        True, "A batch is copied to a GPU through pinned memory, while the GPU computes."
+    )
+    max_mib: PositiveInt = setting(
+        1024, "Batches that a worker's readers have read ahead occupy at most this many MiB."
+    )
+    sample_timeout_s: Seconds = setting(
+        600.0, "The run fails if reading one sample takes longer than this."
+    )
+
+
 class NetworkSettings(Settings):
     """Network interface and ports of a run's processes; see docs/security.md."""
 
@@ -232,6 +250,7 @@ class TrainSettings(Settings):
     straggler: StragglerSettings = setting(StragglerSettings(), "Stragglers.", resumable=True)
     quarantine: QuarantineSettings = setting(QuarantineSettings(), "Quarantine.", resumable=True)
     cache: CacheSettings = setting(CacheSettings(), "Cache of token shards.", resumable=True)
+    reading: ReadingSettings = setting(ReadingSettings(), "Reader processes.", resumable=True)
     network: NetworkSettings = setting(NetworkSettings(), "Network.", resumable=True)
 
     @model_validator(mode="after")

@@ -10,6 +10,7 @@ from elastic.geometry.sample_order import sample_of
 from pipelines.run.recipes import with_custom_model
 from pipelines.settings import TrainSettings
 from pipelines.settings.recipe import Recipe
+from pipelines.training.workload.seeds import forward_seed
 
 NUM_SAMPLES = 50
 FACTORS = (0.25, 0.5, 1.0)
@@ -123,7 +124,9 @@ def train_in_one_process(
             first = (step - 1) * SETTINGS.batch + number * size
             ids = [sample_of(SETTINGS.seed, first + i, NUM_SAMPLES) for i in range(size)]
             torch.manual_seed(seed_of(SETTINGS.seed, step, number))
-            microbatch_loss = mean_loss(net, [data[index] for index in ids]) / num
+            batch = [data[index] for index in ids]
+            torch.manual_seed(forward_seed(seed_of(SETTINGS.seed, step, number)))
+            microbatch_loss = mean_loss(net, batch) / num
             buffers_after.append(
                 {name: buffer.clone() for name, buffer in changing_buffers.items()}
             )

@@ -14,6 +14,7 @@ from torch.utils.data import DataLoader, TensorDataset, default_collate
 
 from elastic.geometry.sample_order import microbatch_seed, sample_of
 from pipelines.loop import Run, Step
+from pipelines.training.workload.seeds import forward_seed
 
 FOLDER = "LOOP_FOLDER"
 NUM_STEPS, NUM_MICROBATCHES, MICROBATCH = 24, 6, 4
@@ -36,7 +37,9 @@ class Net(nn.Module):
         return self.head(self.dropout(hidden))
 
 
-def build_training() -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader[Any]]:
+def build_training(
+    num_readers: int = 0,
+) -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader[Any]]:
     torch.manual_seed(3)
     model = Net().double()
     groups = [
@@ -46,13 +49,19 @@ def build_training() -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader[
     optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
     scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 12)
     data = TensorDataset(torch.randn(100, 8).double(), torch.arange(100) % 3)
-    loader = DataLoader(data, batch_size=MICROBATCH, shuffle=True)
+    loader = DataLoader(
+        data,
+        batch_size=MICROBATCH,
+        shuffle=True,
+        num_workers=num_readers,
+        worker_init_fn=note_reader if num_readers else None,
+    )
     return model, optimizer, scheduler, loader
 
 
-def train(run: Run) -> None:
+def train(run: Run, num_readers: int = 0) -> None:
     """A loop in which workers die twice, and which records the step numbers that it gets."""
-    model, optimizer, scheduler, loader = build_training()
+    model, optimizer, scheduler, loader = build_training(num_readers)
     model, optimizer, scheduler, loader = run.prepare(model, optimizer, scheduler, loader)
     step_numbers: list[int] = []
     for step in run.steps(NUM_STEPS, microbatches=NUM_MICROBATCHES):
@@ -66,6 +75,15 @@ def train(run: Run) -> None:
                     loss.register_hook(lambda gradient, step=step: _die_once(step, "backward"))
                 step.backward(loss)
         _note(f"steps-{os.getpid()}", " ".join(map(str, step_numbers)))
+
+
+def train_with_readers(run: Run) -> None:
+    """The same with two reader processes for each worker, each of which leaves a mark."""
+    train(run, num_readers=2)
+
+
+def note_reader(number: int) -> None:
+    _note(f"reader-{os.getppid()}-{number}", str(os.getpid()))
 
 
 def train_suppressing_exceptions(run: Run) -> None:
@@ -123,6 +141,7 @@ def plain(
             first = ((step - 1) * num_microbatches + microbatch) * loader.batch_size
             ids = range(first, first + loader.batch_size)
             samples = [data[sample_of(0, sample_id, len(data))] for sample_id in ids]
+            torch.manual_seed(forward_seed(microbatch_seed(0, step, microbatch)))
             points, labels = default_collate(samples)
             points = points.to(next(model.parameters()).dtype)
             loss = criterion(model(points), labels) / num_microbatches

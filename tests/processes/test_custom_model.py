@@ -13,6 +13,7 @@ from harness import Outcome, run_in_processes
 from actors.runtime.fault_spec import Fault
 from elastic.geometry.sample_order import microbatch_seed
 from elastic.protocol.events import WorkerDraining
+from pipelines.settings import ReadingSettings
 from pipelines.training.checkpoint.weights import load_weights
 
 RECIPE = f"{Path(custom_net.__file__)}:recipe"
@@ -49,22 +50,25 @@ def assert_equals_plain_loop(run: Outcome) -> None:
 
 
 @pytest.mark.parametrize(
-    ("layout", "num_workers"),
+    ("layout", "num_workers", "num_readers"),
     [
-        ("dp=3", 3),
-        pytest.param("fsdp=3", 3, marks=pytest.mark.slow),
-        pytest.param("dp=2,tp=2", 4, marks=pytest.mark.slow),
+        ("dp=3", 3, 2),
+        pytest.param("dp=3", 3, 0, marks=pytest.mark.slow),
+        pytest.param("fsdp=3", 3, 0, marks=pytest.mark.slow),
+        pytest.param("dp=2,tp=2", 4, 1, marks=pytest.mark.slow),
     ],
 )
 def test_custom_model_killed_twice_and_resized_equals_the_plain_loop(
-    layout: str, num_workers: int, tmp_path: Path
+    layout: str, num_workers: int, num_readers: int, tmp_path: Path
 ) -> None:
     """There are five microbatches on three or two data ranks, so some ranks always pad."""
     faults = (Fault("kill", "w2", 6, "compute"), Fault("kill", "w1", 12, "apply"))
     drain = ((18, WorkerDraining("w0", "shrinks")),)
     run = run_in_processes(
         tmp_path,
-        custom_net.CUSTOM_SETTINGS,
+        custom_net.CUSTOM_SETTINGS.model_copy(
+            update={"reading": ReadingSettings(num_readers=num_readers)}
+        ),
         num_workers,
         layout=layout,
         faults=faults,

@@ -33,10 +33,15 @@ def plain_losses() -> dict[int, float]:
     return dict(enumerate(losses, start=1))
 
 
-def test_deaths_and_a_reshard_do_not_change_the_losses_of_a_custom_loop(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "name", ["train_with_readers", pytest.param("train", marks=pytest.mark.slow)]
+)
+def test_deaths_and_a_reshard_do_not_change_the_losses_of_a_custom_loop(
+    name: str, tmp_path: Path
+) -> None:
     """Surviving workers get the step again within the same call of the function."""
     due = ((19, LayoutRequested("shards", TargetLayout.parse("fsdp=2"))),)
-    run = run_loop(tmp_path, layout="dp=4", workers=4, due=due)
+    run = run_loop(tmp_path, name, layout="dp=4", workers=4, due=due)
     assert run.stopped.outcome == "completed", run.stopped
     assert run.losses() == pytest.approx(plain_losses(), rel=1e-9)
     assert_no_step_repeated(run)
@@ -47,6 +52,8 @@ def test_deaths_and_a_reshard_do_not_change_the_losses_of_a_custom_loop(tmp_path
     steps = [int(step) for step in numbers]
     assert sorted(set(steps)) == list(range(1, loops.NUM_STEPS)), "no code after the last step runs"
     assert [steps.count(step) for step in loops.KILLED] == [2, 2]
+    readers = list((tmp_path / "marks").glob("reader-*"))
+    assert len(readers) >= 8 if name == "train_with_readers" else not readers
 
 
 @pytest.mark.slow
@@ -72,3 +79,6 @@ def test_declaration_has_the_settings_of_the_loop() -> None:
     assert (settings.batch, settings.microbatch, settings.steps) == (24, 4, 24)
     assert settings.dtype == "float64"
     assert replace(script_of(loops.train)).function is loops.train
+    assert settings.reading.num_readers == 0
+    reading = script_of(loops.train_with_readers).settings.reading
+    assert (reading.num_readers, reading.prefetch_factor, reading.pin_memory) == (2, 2, False)

@@ -59,7 +59,7 @@ LEVELS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("training/models",),
         ("training/tensor",),
         ("training/workload",),
-        ("data", "custom_data"),
+        ("data", "custom_data", "reading"),
         ("settings",),
         ("errors.py",),
     ),

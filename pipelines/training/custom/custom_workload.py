@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import random
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
 from hashlib import sha256
 from typing import Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -18,6 +16,8 @@ from torch.optim import Optimizer
 from elastic.geometry.model_limits import Limits
 from elastic.geometry.regions import Region
 from pipelines.errors import UserError
+from pipelines.reading.pass_reader import PassReader, num_samples_of, request_of, seed_host
+from pipelines.reading.readers import Readers
 from pipelines.settings import MlpSettings
 from pipelines.settings.recipe import Dataset, Losses, Recipe
 from pipelines.training.custom.block_flow import flow_of
@@ -34,7 +34,7 @@ from pipelines.training.custom.merge_trial import why_unmergeable
 from pipelines.training.custom.pipeline_trial import why_no_pipeline
 from pipelines.training.models.mlp import MlpWorkload
 from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups
-from pipelines.training.workload.seeds import keyed_generator
+from pipelines.training.workload.seeds import forward_seed, keyed_generator
 from pipelines.training.workload.trees import mapped, tensors_in
 from pipelines.training.workload.workload import (
     CustomLoss,
@@ -80,6 +80,8 @@ class CustomWorkload:
         }
         self.values = InitialValues(recipe.model, recipe.settings.seed, most_bytes)
         self.is_miniature = False
+        self._reader = PassReader(lambda: self.train, recipe.collate)
+        self._readers: Readers | None = None
         self._latest: dict[bool, CustomBatch] = {}
         """The latest microbatch of each split: False is training, True is held-out."""
 
@@ -163,6 +165,17 @@ class CustomWorkload:
     def reach(self) -> None:
         """Nothing to do: the constructor has opened the datasets."""
 
+    def start_readers(self) -> None:
+        """Start the reader processes that the settings ask for."""
+        recipe, settings = self.recipe, self.settings.reading
+        if settings.num_readers and self._readers is None:
+            reader = PassReader(recipe.data, recipe.collate, recipe.begin_reader)
+            self._readers = Readers(reader, settings)
+
+    def read_ahead(self, passes: Iterable[Sequence[SeededSamples]]) -> None:
+        if self._readers is not None:
+            self._readers.follow(map(request_of, passes))
+
     def prefetch(self, samples: Sequence[int], held_out: bool = False) -> None:
         """Nothing to do: a map-style dataset has no prefetch."""
 
@@ -184,11 +197,14 @@ class CustomWorkload:
         self, parts: Sequence[SeededSamples], interrupt: Callable[[], None] = nothing
     ) -> CustomBatch:
         """Read the microbatches of a pass; the random augmentation of each has its own seed."""
-        items: list[Any] = []
-        for seed, samples in parts:
-            seed_host(seed)
-            items += self.items(samples)
-        self._latest[False] = batch = self.batch_of(items)
+        request = request_of(parts)
+        if self._readers is None:
+            value = self._reader.read(request)
+        else:
+            value = self._readers.take(request, interrupt)
+        seed_host(forward_seed(parts[0].seed))
+        num_samples = num_samples_of(request)
+        self._latest[False] = batch = CustomBatch(value, num_samples, num_samples)
         return batch
 
     def empty(self, num_samples: int = 0, held_out: bool = False) -> CustomBatch:
@@ -227,7 +243,11 @@ class CustomWorkload:
         """The batch on the device, with floating-point tensors in the run's dtype."""
 
         def fed(tensor: Tensor) -> Tensor:
-            return tensor.to(device, self.dtype if tensor.is_floating_point() else None)
+            dtype = self.dtype if tensor.is_floating_point() else None
+            if device.type != "cuda":
+                return tensor.to(device, dtype)
+            tensor = tensor.pin_memory() if self.settings.reading.pin_memory else tensor
+            return tensor.to(device, dtype, non_blocking=True)
 
         return batch._replace(value=mapped(fed, batch.value))
 
@@ -337,10 +357,3 @@ def loss_sums_of(losses: Losses, num_samples: int) -> LossSums:
         f"the recipe's loss returned {returned}: return one loss for each sample, a scalar, their "
         "mean, or a pair (sum, count), e.g. over tokens"
     )
-
-
-def seed_host(seed: int) -> None:
-    """Seed the random generators of torch, Python and NumPy on the host."""
-    torch.default_generator.manual_seed(seed)
-    random.seed(seed)
-    np.random.seed(seed % 2**32)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -107,6 +107,9 @@ class MlpWorkload:
 
     def reach(self) -> None:
         """The samples are generated locally."""
+
+    def read_ahead(self, passes: Iterable[Sequence[SeededSamples]]) -> None:
+        """Nothing to do: reading is fast."""
 
     def prefetch(self, samples: Sequence[int], held_out: bool = False) -> None:
         """The samples are generated locally."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -64,6 +64,9 @@ class NextToken:
     def reach(self) -> None:
         for split in filter(None, (self.train, self.held_out)):
             split.reach()
+
+    def read_ahead(self, passes: Iterable[Sequence[SeededSamples]]) -> None:
+        """Nothing to do: reading is fast."""
 
     def prefetch(self, samples: Sequence[int], held_out: bool = False) -> None:
         self._split(held_out).prefetch(samples)

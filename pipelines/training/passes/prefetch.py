@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
-from elastic.geometry.sample_order import deal
+from elastic.geometry.sample_order import deal, microbatch_seed
 from pipelines.settings import TrainSettings
 from pipelines.training.workload.data_shard import DataShard, microbatch_sample_ids
 from pipelines.training.workload.sample_order import samples_of
-from pipelines.training.workload.workload import Workload
+from pipelines.training.workload.workload import SeededSamples, Workload
+
+Rounds = Sequence[tuple[int, ...]]
+"""The microbatches of each of a rank's passes in a step."""
 
 
 class SamplePrefetch:
@@ -19,9 +22,15 @@ class SamplePrefetch:
         self._settings = settings
         self._data_shard = data_shard
         self._last_step = 0
+        self._plan: tuple[Rounds, Sequence[int]] | None = None
+        """The rounds and skipped batches by which passes are read ahead."""
 
-    def start(self, step: int, skipped_batches: Sequence[int]) -> None:
-        """Start to fetch the samples of this step and of the next `cache.prefetch_steps`."""
+    def start(self, step: int, rounds: Rounds, skipped_batches: Sequence[int]) -> None:
+        """Start to read the passes of this step and the next ones, whose rounds will be the same,
+        and to fetch the samples of this step and of the next `cache.prefetch_steps`."""
+        if self._plan != (rounds, skipped_batches):
+            self._plan = rounds, skipped_batches
+            self._workload.read_ahead(self._passes_from(step, rounds, skipped_batches))
         if not self._workload.is_far:
             return
         last = min(step + self._settings.cache.prefetch_steps, self._settings.steps)
@@ -31,6 +40,25 @@ class SamplePrefetch:
             if every and coming % every == 0:
                 self._workload.prefetch(self._held_out_samples(), held_out=True)
             self._last_step = coming
+
+    def _passes_from(
+        self, step: int, rounds: Rounds, skipped_batches: Sequence[int]
+    ) -> Iterator[list[SeededSamples]]:
+        for coming in range(step, self._settings.steps + 1):
+            for microbatches in rounds:
+                if microbatches:
+                    yield [
+                        self._seeded_samples(coming, number, skipped_batches)
+                        for number in microbatches
+                    ]
+
+    def _seeded_samples(
+        self, step: int, microbatch: int, skipped_batches: Sequence[int]
+    ) -> SeededSamples:
+        settings = self._settings
+        ids = microbatch_sample_ids(settings, step, microbatch, skipped_batches)
+        samples = samples_of(settings.seed, ids, self._workload.num_samples)
+        return SeededSamples(microbatch_seed(settings.seed, step, microbatch), samples)
 
     def _own(self, num_microbatches: int) -> Sequence[int]:
         return deal(num_microbatches, self._data_shard.num_data_ranks)[self._data_shard.data_rank]

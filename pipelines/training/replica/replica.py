@@ -114,7 +114,7 @@ class ShardedReplica:
             self.settings.num_microbatches, self.passes.num_rounds, self.passes.agree_on_size()
         )
         self.samples = self._draw_samples(step, rounds, skipped_batches)
-        self.prefetch.start(step, skipped_batches)
+        self.prefetch.start(step, rounds, skipped_batches)
         self.step_statistics.begin(step, rounds)
         microbatch_inputs = (self._feed_round(step, microbatches) for microbatches in rounds)
         sums = torch.zeros(3, dtype=torch.float64, device=self.groups.device)

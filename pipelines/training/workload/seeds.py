@@ -15,6 +15,12 @@ def keyed_generator(*key: str | int) -> Generator:
     return Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
 
 
+def forward_seed(seed: int) -> int:
+    """The seed of a pass' forward on the host, given that of its (first) microbatch. It differs
+    from the microbatch's, which its reading uses, perhaps in another process."""
+    return keyed_generator("forward", seed).initial_seed()
+
+
 def seed_device(device: torch.device, seed: int) -> None:
     """Seed torch's default generators of the host and of one device.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -229,6 +229,9 @@ class Workload(OutputLoss, Protocol):
 
     def prefetch(self, samples: Sequence[int], held_out: bool = False) -> None:
         """Start to fetch samples that will be read soon; returns at once."""
+
+    def read_ahead(self, passes: Iterable[Sequence[SeededSamples]]) -> None:
+        """Read the coming training passes ahead, in this order, if processes are there for it."""
 
     def read(
         self,
