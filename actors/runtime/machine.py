@@ -41,7 +41,7 @@ def flush_denormals() -> None:
     torch.set_flush_denormal(True)
 
 
-def sample(worker: str, process: psutil.Process) -> dict[str, Any]:
+def sample(worker: str, process: psutil.Process, data_wait_s: float) -> dict[str, Any]:
     """One line of `system.jsonl`; CPU usage is since the last call, in percent of one core."""
     line: dict[str, Any] = {
         "time": time.time(),
@@ -52,6 +52,7 @@ def sample(worker: str, process: psutil.Process) -> dict[str, Any]:
         "device_memory_bytes": None,
         "device_peak_bytes": None,
         "device_use_percent": None,
+        "data_wait_s": data_wait_s,
     }
     if torch.cuda.is_available():
         line["device_memory_bytes"] = torch.cuda.memory_allocated()

@@ -145,6 +145,10 @@ class Program(Protocol):
     def specs(self) -> tuple[TensorSpec, ...]:
         """Every logical tensor of the state, in a fixed order, whatever the layout."""
 
+    @property
+    def data_wait_s(self) -> float:
+        """The seconds for which this process' training has waited for data."""
+
     def warm_up(self) -> None:
         """Build and run one throw-away step without groups, so that the first real step is fast."""
 

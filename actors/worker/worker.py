@@ -81,6 +81,7 @@ class Worker:
         """None ends the training thread."""
         self.intake = Intake()
         self._quiesced_generation = 0
+        self._program: Program | None = None
         self._trainer: Trainer | None = None
         self._kept: dict[int | None, object] = {}
         self._check_device: Callable[[], Exception | None] = lambda: None
@@ -94,7 +95,7 @@ class Worker:
 
     def sample(self, process: psutil.Process) -> dict[str, Any]:
         """A line of `system.jsonl` about this worker; `process` is the worker's own."""
-        return sample(self.name, process)
+        return sample(self.name, process, self._program.data_wait_s if self._program else 0.0)
 
     def start(self) -> None:
         """Begin to warm up, unless the worker has begun already."""
@@ -190,7 +191,7 @@ class Worker:
 
     def _warm_up(self) -> None:
         choose_interface(self._options.network, self._store_host)
-        program: Program = self._factory.make()
+        self._program = program = self._factory.make()
         if self._has_own_process:
             gc.freeze()  # else each collection of the warm-up walks all that imports have created
         if program.device.type == "cpu":

@@ -71,8 +71,6 @@ class Readers:
         """Batches that have not been taken, and their bytes."""
         self._bytes_per_sample = 0.0
         self._deaths: Counter[int] = Counter()
-        self.waited_s = 0.0
-        """The time for which the training thread has waited for batches."""
         self._start()
 
     def follow(self, plan: Iterable[Request]) -> None:
@@ -94,7 +92,6 @@ class Readers:
         It calls `interrupt`, which may raise, while it waits. Raises `UserError` for a sample that
         cannot be read.
         """
-        began = time.monotonic()
         self._receive(0.0)
         if request not in self._batches and request not in self._wanted:
             if request in self._again:
@@ -109,7 +106,6 @@ class Readers:
         batch, _ = self._batches.pop(request)
         self._wanted.discard(request)
         self._send()
-        self.waited_s += time.monotonic() - began
         if isinstance(batch, ReadFailed):
             sample = "" if batch.sample == IDLE else f"sample {batch.sample} of "
             raise UserError(f"{sample}{batch.message}")
@@ -177,16 +173,29 @@ class Readers:
             if fd == host:
                 self._hear_host()
                 continue
-            reader = by_fd[cast(int, fd)]
-            try:
-                message = reader.channel.receive()
-            except (EOFError, ConnectionError):
-                continue  # the host reports how it ended
-            request = reader.requests.popleft()
-            per_sample = message.num_bytes / num_samples_of(request)
-            self._bytes_per_sample = max(self._bytes_per_sample, per_sample)
-            if request in self._wanted:
-                self._batches[request] = message.value, message.num_bytes
+            self._receive_from(by_fd[cast(int, fd)])
+
+    def _receive_from(self, reader: Reader) -> bool:
+        """Take in the next batch of a reader; False if it has ended, which the host reports."""
+        try:
+            message = reader.channel.receive()
+        except (EOFError, ConnectionError):
+            return False
+        request = reader.requests.popleft()
+        per_sample = message.num_bytes / num_samples_of(request)
+        self._bytes_per_sample = max(self._bytes_per_sample, per_sample)
+        self._keep(request, message.value, message.num_bytes)
+        return True
+
+    def _keep(self, request: Request, batch: Any, num_bytes: int) -> None:
+        if request in self._wanted:
+            self._batches[request] = batch, num_bytes
+
+    def _read_again(self, requests: Iterable[Request]) -> None:
+        """Put the requests of a reader that has ended before the rest of the plan."""
+        lost = [request for request in requests if request in self._wanted]
+        self._wanted.difference_update(lost)
+        self._again.extendleft(reversed(lost))
 
     def _hear_host(self) -> None:
         try:
@@ -205,21 +214,19 @@ class Readers:
                 raise UserError(text)
 
     def _replace(self, reader: Reader, cause: str) -> None:
-        """Replace a reader that has ended; what it has read before, and was not received, is read
-        again."""
+        """Replace a reader that has ended, and read its requests again, unless a sample has ended
+        several readers."""
+        while self._receive_from(reader):
+            pass  # what it has answered before
         sample, _ = reader.progress.read()
         reader.channel.close()
-        lost = [request for request in reader.requests if request in self._wanted]
-        self._wanted.difference_update(lost)
-        self._again.extendleft(reversed(lost))
         self._readers[reader.number] = self._fork(reader.number)
-        if sample != IDLE:
+        if sample != IDLE and reader.requests:
             self._deaths[sample] += 1
             if self._deaths[sample] >= MAX_DEATHS:
-                raise UserError(
-                    f"sample {sample} of the dataset: {MAX_DEATHS} reader processes ended with "
-                    f"{cause} while they read it"
-                )
+                text = f"the dataset: {MAX_DEATHS} reader processes ended with {cause} reading it"
+                self._keep(reader.requests.popleft(), ReadFailed(text, sample), 0)
+        self._read_again(reader.requests)
         print(f"elastic: reader {reader.number} ended with {cause}: replaced", flush=True)
 
     def _restart(self) -> None:
@@ -227,9 +234,7 @@ class Readers:
         code = self._host.wait()
         for reader in self._readers:
             reader.channel.close()
-        lost = [r for reader in self._readers for r in reader.requests if r in self._wanted]
-        self._wanted.difference_update(lost)
-        self._again.extendleft(reversed(lost))
+            self._read_again(reader.requests)
         self._host_channel.close()
         print(f"elastic: the reader host ended with {_cause(code)}: started again", flush=True)
         self._start()

@@ -82,6 +82,10 @@ class TrainingProgram:
         most_bytes = inf if self.loop else MAX_WHOLE_BYTES
         self.workload = make_workload(self.settings, data_folder, recipe, most_bytes)
 
+    @property
+    def data_wait_s(self) -> float:
+        return self.pass_observations.data_wait_s
+
     def specs(self) -> tuple[TensorSpec, ...]:
         """Every logical tensor of the state; see `pipelines.training.workload.state`."""
         return state_specs(self.workload, self.settings)

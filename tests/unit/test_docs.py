@@ -328,7 +328,7 @@ class ReplicaStatistics:
 def written_keys(tmp_path: Path) -> Iterator[tuple[str, list[str]]]:
     """The keys that the code writes to each described file."""
     yield "metrics", [field.name for field in fields(StepRecord)]
-    yield "system", list(sample("w0", psutil.Process()))
+    yield "system", list(sample("w0", psutil.Process(), 0.0))
     log = StatisticsLog(DiskStorage(tmp_path))
     log.log_step(ReplicaStatistics(), StepRecord(0.0, 1, 1, 1, 0.0, 1, 0.0, 0.0, 0.0, False), 0)
     yield "statistics", list(json.loads((tmp_path / "statistics.jsonl").read_text()))

@@ -25,6 +25,7 @@ SYSTEM_FIELDS = {
     "host_memory_bytes": ("host_memory_usage_megabytes", 1e-6),
     "device_memory_bytes": ("device_memory_usage_megabytes", 1e-6),
     "device_use_percent": ("device_utilization_percentage", 1.0),
+    "data_wait_s": ("data_wait_seconds", 1.0),
 }
 """For each field of a sample its name in MLflow's system metrics, and its scale."""
 COUNTED = {

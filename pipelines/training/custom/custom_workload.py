@@ -282,6 +282,7 @@ class CustomWorkload:
             return MlpWorkload(MlpSettings(dims=(8, 8, 8)), self.settings.seed, self.dtype)
         miniature = copy(self)
         miniature.is_miniature = True
+        miniature._readers = None
         return miniature
 
     def _make_stage(self, module: nn.Module, kept: range) -> None:

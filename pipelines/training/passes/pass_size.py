@@ -44,11 +44,13 @@ class PassObservation:
 
 @dataclass
 class PassObservations:
-    """The observations of a process by layout; they outlive a generation."""
+    """What a process has observed of its passes, by layout; it outlives a generation."""
 
     by_layout: dict[Layout, PassObservation] = field(default_factory=dict)
     has_reported: bool = False
     """Whether the reason for single microbatches has been printed."""
+    data_wait_s: float = 0.0
+    """The time for which passes have waited for their data."""
 
 
 class PassSize:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -53,7 +54,8 @@ class ShardedReplica:
         observations: PassObservations | None = None,
     ) -> None:
         """`observations` are those of the process' earlier generations."""
-        self.pass_size = PassSize(workload, settings, groups, observations or PassObservations())
+        self.observations = observations or PassObservations()
+        self.pass_size = PassSize(workload, settings, groups, self.observations)
         self.workload = workload
         self.settings = settings
         self.groups = groups
@@ -195,7 +197,9 @@ class ShardedReplica:
             SeededSamples(seed, self.samples[number])
             for seed, number in zip(seeds, microbatches, strict=True)
         ]
+        began = time.perf_counter()
         batch = self.workload.read_pass(parts, self.interrupt_hooks.interrupt)
+        self.observations.data_wait_s += time.perf_counter() - began
         return self.workload.feed(batch, device, parallel, *seeds)
 
     def _draw_samples(
