@@ -9,6 +9,7 @@ import sys
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from itertools import islice
 from multiprocessing.connection import wait
 from typing import Any, cast
@@ -32,7 +33,7 @@ POLL_S = 0.05
 """How often a waiting training thread checks for an abort."""
 ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
 MAX_DEATHS = 2
-"""Readers that may die while they read one sample. The first may have died of something else."""
+"""A sample, or a start of the host, fails at the second death. The first may have another cause."""
 
 
 class Reader:
@@ -71,6 +72,8 @@ class Readers:
         """Batches that have not been taken, and their bytes."""
         self._bytes_per_sample = 0.0
         self._deaths: Counter[int] = Counter()
+        self._num_failed_starts = 0
+        """How often the host has ended since a reader last read something."""
         self._start()
 
     def follow(self, plan: Iterable[Request]) -> None:
@@ -135,7 +138,8 @@ class Readers:
     def _fork(self, number: int) -> Reader:
         reader = Reader(number)
         fds = [reader.other_end.fileno(), reader.progress_memory]
-        self._host_channel.send(ForkReader(number), fds)
+        with suppress(ConnectionError):  # the host has ended: its channel shows it
+            self._host_channel.send(ForkReader(number), fds)
         reader.other_end.close()
         os.close(reader.progress_memory)
         return reader
@@ -156,7 +160,8 @@ class Readers:
                 if request in self._batches:
                     continue
                 reader.requests.append(request)
-                reader.channel.send(request)
+                with suppress(ConnectionError):  # it has ended: the host reports it
+                    reader.channel.send(request)
 
     def _fits(self, request: Request) -> bool:
         held = sum(num_bytes for _, num_bytes in self._batches.values())
@@ -181,6 +186,7 @@ class Readers:
             message = reader.channel.receive()
         except (EOFError, ConnectionError):
             return False
+        self._num_failed_starts = 0
         request = reader.requests.popleft()
         per_sample = message.num_bytes / num_samples_of(request)
         self._bytes_per_sample = max(self._bytes_per_sample, per_sample)
@@ -232,6 +238,12 @@ class Readers:
     def _restart(self) -> None:
         """Start again after the death of the host, whose readers die with it."""
         code = self._host.wait()
+        self._num_failed_starts += 1
+        if self._num_failed_starts >= MAX_DEATHS:
+            raise UserError(
+                f"the reader host ended with {_cause(code)} {MAX_DEATHS} times before it read a "
+                "sample: see the worker's output, or set reading.num_readers=0"
+            )
         for reader in self._readers:
             reader.channel.close()
             self._read_again(reader.requests)
@@ -253,6 +265,8 @@ class Readers:
 def _send_dataset(host: Channel, start: StartReaders) -> None:
     try:
         host.send(start)
+    except ConnectionError:
+        return  # the host has ended: its channel shows it
     except Exception as error:
         raise UserError(
             f"the dataset cannot be sent to reader processes ({type(error).__name__}: {error}): "
