@@ -64,6 +64,7 @@ def main() -> int:
     random = byte_lm().model_copy(
         update={
             "data": byte_lm().data.model_copy(update={"source": "random"}),
+            "pass_samples": 1,  # the bare loops merge no microbatches either
             "eval_every": 0,
             "sync_each_microbatch": options.sync_each_microbatch,
         }

@@ -99,6 +99,32 @@ def bare_own(num_workers: int, *arguments: str) -> Peer:
     )
 
 
+def torchrun_peace(num_workers: int, model: str, log_every: int) -> Peer:
+    """The loop of `torchrun_peace.py` for a model of `peace_models.py`."""
+    path = str(SCRIPTS / "torchrun_peace.py")
+    return Peer(
+        "torchrun",
+        "torchrun DDP",
+        f"one pass a step, loss reduced every {log_every} steps",
+        "torch",
+        lambda folder: torchrun(
+            path, str(folder), model, str(log_every), num_processes=num_workers
+        ),
+    )
+
+
+def ray_train_peace(num_workers: int, model: str, log_every: int) -> Peer:
+    """The same loop under Ray Train's `TorchTrainer`."""
+    words = str(num_workers), model, str(log_every)
+    return Peer(
+        "ray-train",
+        "Ray Train",
+        f"one pass a step, report every {log_every} steps, no checkpoints",
+        "ray.train",
+        lambda folder: python(SCRIPTS / "ray_train_peace.py", str(folder), *words),
+    )
+
+
 def free_ports(number: int) -> list[str]:
     """Find ports that are currently free."""
     with ExitStack() as stack:

@@ -1,7 +1,7 @@
-"""Comparison of two systems that train the same model in alternating blocks of a few steps.
+"""Comparison of systems that train the same model in alternating blocks of a few steps.
 
-All processes of one system are stopped (SIGSTOP) while the other trains for a block. So the noise
-of the machine affects both equally, and the cost of our controller, Ray and MLflow falls into our
+All processes of the other systems are stopped (SIGSTOP) while one trains for a block. So the noise
+of the machine affects all equally, and the cost of our controller, Ray and MLflow falls into our
 blocks. The first step of a block, which the stop interrupted, does not count. Nor does the start:
 MLflow's database is created, and its first report drawn, before the first block.
 """
@@ -28,22 +28,22 @@ from pipelines.run.sweep import UNDISTURBED
 
 WARM_UP_STEPS = 10
 START_TIMEOUT_S = 180.0
-LONGEST_BLOCK_S = 6.0
+LONGEST_STOP_S = 6.0
 """If all processes of a run are stopped for longer, it considers its driver dead."""
 RECIPE_ARGUMENTS = tuple(word for setting in UNDISTURBED for word in ("--set", setting))
 
 
 @dataclass
 class Side:
-    """One of the two systems, frozen between its blocks."""
+    """One of the systems, frozen between its blocks."""
 
     run: ElasticRun | PeerRun
     lines: Callable[[], list[dict[str, Any]]]
     frozen: list[psutil.Process]
 
-    def block(self, num_steps: int) -> float | None:
-        """Train `num_steps` complete steps; return the seconds per step, or None if the block
-        would stop the other side for too long."""
+    def block(self, num_steps: int, longest_s: float) -> float | None:
+        """Train `num_steps` complete steps; return the seconds per step, or None if that takes
+        longer than `longest_s`."""
         thawed_at = thaw(self.frozen)
 
         def times() -> list[float]:
@@ -51,7 +51,7 @@ class Side:
             return [line["time"] for line in recent if line["time"] > thawed_at]
 
         def is_over() -> bool:
-            return len(times()) > num_steps or time.time() - thawed_at > LONGEST_BLOCK_S
+            return len(times()) > num_steps or time.time() - thawed_at > longest_s
 
         self.run.wait_until(is_over, START_TIMEOUT_S, f"a block of {num_steps} steps")
         self.frozen = self.run.program.freeze()
@@ -92,7 +92,7 @@ class Comparison:
         ]
         show_table(self.title, ["step", "s"], rows)
         if self.num_void:
-            console.print(f"{self.num_void} pairs skipped: a block took over {LONGEST_BLOCK_S} s")
+            console.print(f"{self.num_void} pairs skipped: a block took over {LONGEST_STOP_S} s")
         if self.num_aborts:
             console.print(f"ours aborted {self.num_aborts} generations, as after a stop or a loss")
 
@@ -103,6 +103,7 @@ def compare(
     """Compare `elastic train byte_lm` with these arguments to a bare loop of `peers/`."""
     num_workers = Layout.parse(layout).num_workers
     arguments = ["--workers", str(num_workers), "--layout", layout, *RECIPE_ARGUMENTS, *changes]
+    arguments += ["--set", "pass_samples=1"]  # the bare loop merges no microbatches either
     with TemporaryDirectory(prefix="overhead-") as name:
         storage = Path(name)
         with elastic_train(storage, "byte_lm", arguments) as ours:
@@ -134,7 +135,7 @@ def side_by_side(
             Side(ours, lambda: ours.metrics, ours.program.freeze()),
             Side(bare, lambda: bare.steps, bare.program.freeze()),
         )
-        pairs_s = take_turns(sides, num_blocks, num_steps)
+        pairs_s = [(ours_s, bare_s) for ours_s, bare_s in take_turns(sides, num_blocks, num_steps)]
         num_aborts = len(ours.lines_of("Abort"))
         losses = [
             (our_line["loss"], bare_line["loss"])
@@ -143,16 +144,20 @@ def side_by_side(
     return Comparison(title, pairs_s, losses, num_blocks - len(pairs_s), num_aborts)
 
 
-def take_turns(
-    sides: tuple[Side, Side], num_blocks: int, num_steps: int
-) -> list[tuple[float, float]]:
-    """Pairs of blocks, without pairs with a block that took too long."""
-    pairs_s = []
+def take_turns(sides: Sequence[Side], num_blocks: int, num_steps: int) -> list[tuple[float, ...]]:
+    """Rounds with a block of each side: seconds per step, in the order of `sides`.
+
+    The order rotates from round to round. A block may take so long that the other blocks of a round
+    stop a system for at most `LONGEST_STOP_S`; rounds with a longer block are skipped.
+    """
+    longest_s = LONGEST_STOP_S / (len(sides) - 1)
+    rounds_s = []
     for number in range(num_blocks):
-        times_s: list[float | None] = [None, None]
-        for side in (0, 1) if number % 2 else (1, 0):
-            times_s[side] = sides[side].block(num_steps)
-        ours_s, bare_s = times_s
-        if ours_s is not None and bare_s is not None:
-            pairs_s.append((ours_s, bare_s))
-    return pairs_s
+        times_s: list[float | None] = [None] * len(sides)
+        for position in range(len(sides)):
+            index = (position - number) % len(sides)
+            times_s[index] = sides[index].block(num_steps, longest_s)
+        complete = tuple(time_s for time_s in times_s if time_s is not None)
+        if len(complete) == len(sides):
+            rounds_s.append(complete)
+    return rounds_s

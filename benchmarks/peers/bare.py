@@ -96,7 +96,7 @@ def microbatch_inputs(
         [sample_of(settings.seed, i, workload.num_samples) for i in ids[first : first + size]]
         for first in firsts
     )
-    return [workload.feed(workload.read(samples), CPU, ALONE, seed=0) for samples in chosen]
+    return [workload.feed(workload.read(samples), CPU, ALONE, 0) for samples in chosen]
 
 
 def num_tokens(job: Job, own: Iterable[ModuleInputs]) -> int:

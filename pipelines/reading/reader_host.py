@@ -11,9 +11,9 @@ import mmap
 import os
 import select
 import signal
-import struct
 import sys
 import time
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -25,7 +25,7 @@ from pipelines.reading.pass_reader import IDLE, PassReader, Request
 from pipelines.settings.user_code import user_code_errors
 
 PR_SET_PDEATHSIG = 1
-PROGRESS = struct.Struct("<qd")
+PROGRESS_BYTES = 16
 
 
 @dataclass(frozen=True)
@@ -120,17 +120,20 @@ class ReadProgress:
     """The sample that a reader reads now, in memory that the worker shares."""
 
     def __init__(self, memory: int) -> None:
-        self._shared = mmap.mmap(memory, PROGRESS.size)
+        self._numbers = memoryview(mmap.mmap(memory, PROGRESS_BYTES)).cast("q")
         self.sample = IDLE
 
     def note(self, sample: int) -> None:
+        """Note what is read from now on. Each number is stored at once, the time first: the worker
+        never sees a new sample with an old time."""
         self.sample = sample
-        PROGRESS.pack_into(self._shared, 0, sample, time.monotonic())
+        self._numbers[1] = time.monotonic_ns()
+        self._numbers[0] = sample
 
     def read(self) -> tuple[int, float]:
-        """The sample, or `IDLE`, and since when (seconds, `time.monotonic`)."""
-        sample, since = PROGRESS.unpack_from(self._shared)
-        return sample, since
+        """The sample, or `IDLE`, and for how long it has been read, in seconds."""
+        sample, since_ns = self._numbers
+        return sample, (time.monotonic_ns() - since_ns) * 1e-9
 
 
 def serve(
@@ -176,6 +179,9 @@ def main(fd: int) -> None:
             start: StartReaders = channel.receive().value
             _ = start.reader.dataset
     except Exception as error:
-        channel.send(ReadFailed(str(error)))
+        with suppress(EOFError, ConnectionError):
+            channel.send(ReadFailed(str(error)))
+            while True:  # if it closed first, the worker might not receive the message
+                channel.receive()
         return
     ReaderHost(channel, start.reader, start.num_readers).run()

@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
@@ -18,7 +17,7 @@ from pipelines.errors import UserError
 from pipelines.reading.channel import Channel
 from pipelines.reading.pass_reader import IDLE, PassReader, Request, num_samples_of
 from pipelines.reading.reader_host import (
-    PROGRESS,
+    PROGRESS_BYTES,
     ForkReader,
     ReaderEnded,
     ReaderForked,
@@ -46,7 +45,7 @@ class Reader:
         """The requests that it has not answered, in order."""
         self.channel, self.other_end = Channel.pair()
         memory = os.memfd_create("progress")
-        os.ftruncate(memory, PROGRESS.size)
+        os.ftruncate(memory, PROGRESS_BYTES)
         self.progress_memory = memory
         self.progress = ReadProgress(memory)
         self.progress.note(IDLE)
@@ -145,23 +144,24 @@ class Readers:
         return reader
 
     def _send(self, needed: Request | None = None) -> None:
-        """Send requests to readers that have fewer than their share, within the limit of bytes."""
-        for reader in sorted(self._readers, key=lambda reader: len(reader.requests)):
-            while len(reader.requests) < self._settings.prefetch_factor:
-                if not self._again and (request := next(self._plan, None)) is not None:
-                    self._again.append(request)
-                if not self._again:
-                    return
-                request = self._again[0]
-                if request != needed and self._wanted and not self._fits(request):
-                    return
-                self._again.popleft()
-                self._wanted.add(request)
-                if request in self._batches:
-                    continue
-                reader.requests.append(request)
-                with suppress(ConnectionError):  # it has ended: the host reports it
-                    reader.channel.send(request)
+        """Send the next requests of the plan, each to the reader with the fewest, within the limits
+        of number and bytes. The training thread waits for `needed`, which has no limit."""
+        num_ahead = self._settings.num_readers * self._settings.prefetch_factor
+        while True:
+            if not self._again and (request := next(self._plan, None)) is not None:
+                self._again.append(request)
+            if not self._again:
+                return
+            request = self._again[0]
+            is_allowed = len(self._wanted) < num_ahead and self._fits(request)
+            if request != needed and self._wanted and not is_allowed:
+                return
+            self._again.popleft()
+            self._wanted.add(request)
+            reader = min(self._readers, key=lambda reader: len(reader.requests))
+            reader.requests.append(request)
+            with suppress(ConnectionError):  # it has ended: the host reports it
+                reader.channel.send(request)
 
     def _fits(self, request: Request) -> bool:
         held = sum(num_bytes for _, num_bytes in self._batches.values())
@@ -254,8 +254,8 @@ class Readers:
     def _refuse_slow_sample(self) -> None:
         timeout_s = self._settings.sample_timeout_s
         for reader in self._readers:
-            sample, since = reader.progress.read()
-            if sample != IDLE and time.monotonic() - since > timeout_s:
+            sample, seconds = reader.progress.read()
+            if sample != IDLE and seconds > timeout_s:
                 raise UserError(
                     f"sample {sample} of the dataset: reading takes longer than "
                     f"reading.sample_timeout_s={timeout_s:g}"
