@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -17,12 +15,14 @@ from pipelines.training.custom.block_flow import in_dtypes
 from pipelines.training.custom.custom_module import build_on_host, seeded
 from pipelines.training.custom.custom_pipeline import CustomBatch
 from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups
+from pipelines.training.workload.seeds import generator_states
 from pipelines.training.workload.state import buffers
 from pipelines.training.workload.trees import mapped
 from pipelines.training.workload.workload import LossSums, Metric, at_least_float32
 
 MAX_PARAMETERS = 20_000_000
 """A larger module is not tried out: each worker would build it on its host."""
+CPU = torch.device("cpu")
 NOISE = 0.05
 """Scale of the noise added to parameters: a parameter of value 0 would hide differences."""
 
@@ -102,7 +102,7 @@ def _try_out(candidate: MergeCandidate) -> None:
 
 def _batch_of(candidate: MergeCandidate, items: list[Any]) -> CustomBatch:
     batch = _drawing_nothing("collate", partial(candidate.batch_of, items))
-    fed = candidate.feed(batch, torch.device("cpu"), ALONE)
+    fed = candidate.feed(batch, CPU, ALONE)
     return fed._replace(value=mapped(at_least_float32, fed.value))
 
 
@@ -144,16 +144,11 @@ def _refuse_mean(losses: Any, num_samples: int) -> None:
 
 
 def _drawing_nothing(what: str, call: Callable[[], T]) -> T:
-    states = _generator_states()
+    states = generator_states(CPU)
     result = call()
-    if _generator_states() != states:
+    if generator_states(CPU) != states:
         raise _Unmergeable(f"{what} draws random numbers, as dropout does")
     return result
-
-
-def _generator_states() -> tuple[Any, ...]:
-    numpy_state = [np.asarray(part).tolist() for part in np.random.get_state()]
-    return torch.get_rng_state().tolist(), random.getstate(), numpy_state
 
 
 def _alike(first: Any, second: Any) -> bool:

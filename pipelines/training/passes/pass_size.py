@@ -7,7 +7,6 @@ and backward have collectives. So the ranks agree on the smallest size once in a
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field, replace
@@ -25,6 +24,7 @@ from elastic.geometry.layout import Layout
 from pipelines.errors import UserError
 from pipelines.settings import TrainSettings
 from pipelines.training.sharding.sharded import local_tensor
+from pipelines.training.workload.seeds import generator_states
 from pipelines.training.workload.workload import Workload
 
 MEMORY_SHARE = 1 / 3
@@ -100,10 +100,10 @@ class PassSize:
     @contextmanager
     def _observing(self, module: nn.Module) -> Iterator[None]:
         kept = KeptForBackward(module)
-        states = _generator_states(self._groups.device)
+        states = generator_states(self._groups.device)
         with kept:
             yield
-        draws = states != _generator_states(self._groups.device)
+        draws = states != generator_states(self._groups.device)
         reason = "a pass draws random numbers, as dropout does" if draws else None
         self._observations.by_layout[self._key] = PassObservation(kept.num_bytes, reason)
 
@@ -171,8 +171,3 @@ def _address(tensor: Tensor) -> int:
 
 def _unchanged(kept: Any) -> Any:
     return kept
-
-
-def _generator_states(device: torch.device) -> list[Any]:
-    on_device = [torch.cuda.get_rng_state(device).tolist()] if device.type == "cuda" else []
-    return [random.getstate(), torch.get_rng_state().tolist(), *on_device]

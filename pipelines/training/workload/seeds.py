@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import random
 from hashlib import blake2b
+from typing import Any
 
+import numpy as np
 import torch
 from torch import Generator
 
@@ -30,3 +33,12 @@ def seed_device(device: torch.device, seed: int) -> None:
     torch.default_generator.manual_seed(seed)
     if device.type == "cuda":
         torch.cuda.manual_seed(seed)
+
+
+def generator_states(device: torch.device) -> list[Any]:
+    """The states of the random generators of torch, Python and NumPy, to be compared."""
+    numpy_state = [np.asarray(part).tolist() for part in np.random.get_state()]
+    states = [torch.get_rng_state().tolist(), random.getstate(), numpy_state]
+    if device.type == "cuda":
+        states.append(torch.cuda.get_rng_state(device).tolist())
+    return states
