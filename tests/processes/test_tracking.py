@@ -13,8 +13,10 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from pathlib import Path
+from threading import Event
 
 import pytest
 from mlflow import MlflowClient
@@ -26,7 +28,7 @@ from pipelines.observe.history.run_folder import RunFolder, default_tracking_uri
 from pipelines.observe.tracking.delivered import Delivered
 from pipelines.observe.tracking.rows import params
 from pipelines.observe.tracking.store import KEY_TAG, connect, prepare_process
-from pipelines.observe.tracking.tracker import Tracker
+from pipelines.observe.tracking.tracker import FIRST_REPORT_S, Tracker
 
 
 @pytest.fixture(scope="module")
@@ -118,6 +120,31 @@ def test_default_store_gets_the_whole_run(tmp_path: Path) -> None:
     events = [dict(zip(table["columns"], event, strict=True)) for event in table["data"]]
     [lost] = [event for event in events if event["event"] == "lost"]
     assert (lost["worker"], lost["cause"], lost["step"]) == ("w3", "connection reset", 8)
+
+
+def test_run_that_never_pauses_is_reported_while_it_runs(storage: Path) -> None:
+    run = write_run_with_events(storage / "run")
+    ahead_s = 0.0
+    tracker = Tracker(run.folder, clock=lambda: time.monotonic() + ahead_s)
+    tracker.poll()
+    ahead_s = FIRST_REPORT_S
+    is_over = Event()
+
+    def commit_steps() -> None:
+        while not is_over.is_set():
+            run.commit()
+            time.sleep(0.001)
+
+    with ThreadPoolExecutor(1) as pool:
+        writer = pool.submit(commit_steps)
+        try:
+            tracker.poll()
+        finally:
+            is_over.set()
+        writer.result()
+    client, row = only_run(tracker.uri)
+    assert row.data.tags["elastic.workers_lost"] == "1"
+    assert "timeline.png" in {file.path for file in client.list_artifacts(row.info.run_id)}
 
 
 def test_resumed_run_continues_the_same_mlflow_run(storage: Path) -> None:

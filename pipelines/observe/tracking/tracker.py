@@ -57,7 +57,11 @@ class Tracker:
         return self._reads.failure or self._rows.failure or self._reports.failure
 
     def poll(self) -> None:
-        """Deliver new lines if the store accepts them; blocks for a few seconds at most."""
+        """Deliver new lines if the store accepts them; blocks for a few seconds at most.
+
+        A fast run has written more lines before a delivery ends, so a report does not wait for
+        the last one.
+        """
         if self._try_rows(self._clock() + POLL_S) and self._clock() >= self._next_report:
             self._try_report()
 
@@ -74,7 +78,8 @@ class Tracker:
         self._save()
         is_ended = False
         while self.history.membership.sessions or self._reads.failure:
-            is_ended = is_ended or (self._try_rows(deadline) and self._try_end())
+            if self._try_rows(deadline) and not self._delivery.num_waiting():
+                is_ended = is_ended or self._try_end()
             if is_ended and self._try_report():
                 return None
             if self._clock() >= deadline:
@@ -100,13 +105,12 @@ class Tracker:
             self._next_save = self._clock() + SAVE_EVERY_S
 
     def _try_rows(self, until: float) -> bool:
-        """Deliver lines, if there are any; return whether the store has all of them."""
+        """Deliver lines, if there are any, until a deadline; return whether the store took them."""
         if not self.follow():
             return False
         if not self.history.membership.sessions:
             return False
-        is_done = self._attempt(self._rows, lambda: self._delivery.rows(self.history, until))
-        return is_done and not self._delivery.num_waiting()
+        return self._attempt(self._rows, lambda: self._delivery.rows(self.history, until))
 
     def _try_end(self) -> bool:
         return self._attempt(self._rows, lambda: self._delivery.end(self.history))
