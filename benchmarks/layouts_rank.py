@@ -28,6 +28,7 @@ from actors.snapshots.worker_snapshots import Snapshots
 from actors.storage.storage import open_storage
 from actors.worker.part_writer import PartWriter
 from actors.worker.step_protocol import KeptRecords, Stepper
+from actors.worker.step_timer import StepTimer
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.layout import Layout
 from elastic.geometry.shard_map import region_of
@@ -109,9 +110,9 @@ def build_product_step(program: TrainingProgram, groups: Groups) -> Callable[[in
     no_faults = FaultInjector("benchmark")
     writer = PartWriter("benchmark", open_storage("."), program, no_faults, lambda event: None)
     untimed = compute_times(0, program.device)
-    stepper = Stepper(
-        groups, replica, 0, interruption, no_faults, snapshots, writer, untimed, KeptRecords()
-    )
+    timer = StepTimer(program.device, lambda: program.waits)
+    doing = (interruption, no_faults, snapshots, writer, untimed)
+    stepper = Stepper(groups, replica, 0, *doing, KeptRecords(), timer)
     return lambda step: stepper.step()[0].loss or 0.0
 
 

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from users_policy import users_policy
@@ -69,20 +71,26 @@ class WrittenRun:
         self.append_command(RolledBack(self.generation, step, self.step, "checkpoint"))
         self.step = step
 
-    def commit(self, loss: float | None = 2.0, step_s: float = 0.1, tokens: int = 1000) -> None:
+    def commit(
+        self,
+        loss: float | None = 2.0,
+        step_s: float = 0.1,
+        tokens: int = 1000,
+        split: Mapping[str, float] = MappingProxyType({}),
+    ) -> None:
         self.now += step_s
         self.step += 1
         world_size, skipped = len(self.workers), loss is None
         position = (self.now, self.step, self.generation, world_size)
-        record = StepRecord(*position, loss, tokens, 0.001, 1.0, step_s, skipped)
+        record = StepRecord(*position, loss, tokens, 0.001, 1.0, step_s, skipped, **split)
         vote = Vote(self.step, 0.0, tokens, 1.0, world_size)
         self.append_event(StepCommitted(self.generation, record, vote))
         append(self.folder.metrics, asdict(record))
 
     def sample(self, worker: str) -> None:
         """Append a sample of the device and host of a worker, as in its reports."""
-        host = {"cpu_percent": 50.0, "host_memory_bytes": 2e9}
-        device = {"device_memory_bytes": None, "device_use_percent": None}
+        host = {"cpu_percent": 50.0, "host_memory_bytes": 2e9, "host_peak_bytes": 3e9}
+        device = dict.fromkeys(("device_memory_bytes", "device_peak_bytes", "device_use_percent"))
         origin = {
             "time": self.now,
             "worker": worker,

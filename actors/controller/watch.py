@@ -38,14 +38,16 @@ from elastic.protocol.controller_events import WorkerAnswered, WorkersStalled
 from elastic.protocol.events import (
     Event,
     Progressed,
-    SnapshotServerLost,
-    SnapshotServerReady,
-    SnapshotServerSuspected,
     StateReady,
     StepCommitted,
     WorkerLost,
     WorkerReady,
     WorkerSuspected,
+)
+from elastic.protocol.snapshot_events import (
+    SnapshotServerLost,
+    SnapshotServerReady,
+    SnapshotServerSuspected,
 )
 
 T = TypeVar("T")

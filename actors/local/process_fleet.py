@@ -28,7 +28,8 @@ from actors.worker.worker import Worker
 from actors.worker.worker_options import Envelope, WorkerOptions
 from elastic.geometry.topology import Place
 from elastic.protocol.commands import Order
-from elastic.protocol.events import Event, SnapshotServerLost, StoreLost, StoreReady, WorkerLost
+from elastic.protocol.events import Event, StoreLost, StoreReady, WorkerLost
+from elastic.protocol.snapshot_events import SnapshotServerLost
 
 START = multiprocessing.get_context("forkserver")
 """Children are forked from a server that has imported torch and the program, but has formed no

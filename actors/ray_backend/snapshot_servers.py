@@ -21,8 +21,8 @@ from actors.ray_backend.detached_actor import DetachedActor
 from actors.runtime.network import Network, listen_address
 from actors.snapshots.server import SnapshotServerProcess
 from elastic.protocol.controller_state import ControllerState
-from elastic.protocol.events import (
-    Event,
+from elastic.protocol.events import Event
+from elastic.protocol.snapshot_events import (
     SnapshotServerLost,
     SnapshotServerReady,
     SnapshotServerReported,

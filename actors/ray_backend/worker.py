@@ -21,12 +21,12 @@ from actors.notices import TimedNotice, watch_this_machine, with_time_left
 from actors.ray_backend.cluster.node_labels import head_host, node_type_here, place_here
 from actors.ray_backend.cluster.sessions import ignore_signals
 from actors.ray_backend.detached_actor import DetachedActor
+from actors.ray_backend.sampling import sample_every_s
 from actors.runtime.factory import Factory
 from actors.runtime.network import Network, listen_address
 from actors.runtime.orphan_guard import OrphanGuard, end_process
 from actors.storage.errors import UnsuitableMachine
 from actors.storage.storage import open_storage
-from actors.worker.sampling import sample_every_s
 from actors.worker.worker_options import Envelope, WorkerOptions
 from actors.worker.worker_output import KeptOutput
 from elastic.protocol.commands import Form

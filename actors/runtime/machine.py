@@ -6,7 +6,6 @@ import ctypes
 import os
 import time
 from contextlib import suppress
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -57,7 +56,7 @@ def sample(worker: str, process: psutil.Process, data_wait_s: float) -> dict[str
     if torch.cuda.is_available():
         line["device_memory_bytes"] = torch.cuda.memory_allocated()
         line["device_peak_bytes"] = torch.cuda.max_memory_allocated()
-        if find_spec("pynvml"):
+        with suppress(RuntimeError, ModuleNotFoundError):  # a driver without this counter
             line["device_use_percent"] = torch.cuda.utilization()
     return line
 

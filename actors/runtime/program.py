@@ -71,6 +71,29 @@ class Applied:
 
 
 @dataclass(frozen=True)
+class Waits:
+    """The seconds for which `Replica.compute` has waited in this process so far."""
+
+    data_s: float = 0.0
+    """For data, or while it read them on the training thread."""
+    data_asleep_s: float = 0.0
+    """The part of it without use of a processor."""
+    reduction_s: float = 0.0
+    """The device for gradient reductions after the last backward; only measured on a GPU."""
+
+
+@dataclass(frozen=True)
+class DeviceFigures:
+    """What the speed of a worker's device is compared with; None: not known."""
+
+    name: str = ""
+    step_flops: float | None = None
+    """The floating-point operations of a whole step, on all workers together."""
+    peak_flops: float | None = None
+    """The most that the device can do a second in the run's data type."""
+
+
+@dataclass(frozen=True)
 class WrittenPart:
     """A file of a checkpoint in storage; `checksum` covers its header of `header_bytes`."""
 
@@ -146,8 +169,12 @@ class Program(Protocol):
         """Every logical tensor of the state, in a fixed order, whatever the layout."""
 
     @property
-    def data_wait_s(self) -> float:
-        """The seconds for which this process' training has waited for data."""
+    def waits(self) -> Waits:
+        """What this process' training has waited for."""
+
+    @property
+    def figures(self) -> DeviceFigures:
+        """The speed of this process' device; called after `warm_up`."""
 
     def warm_up(self) -> None:
         """Build and run one throw-away step without groups, so that the first real step is fast."""

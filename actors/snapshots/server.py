@@ -29,7 +29,7 @@ from actors.snapshots.messages import (
     send_message,
 )
 from actors.snapshots.parity import ParityBuffer, receive_chunk, send_chunk
-from elastic.protocol.events import SnapshotServerReady, SnapshotServerReported
+from elastic.protocol.snapshot_events import SnapshotServerReady, SnapshotServerReported
 from elastic.reshard.snapshot_placement import ParitySlot, Slot, SnapshotServer
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import Sequence
 
 import torch
 
@@ -15,6 +16,7 @@ from actors.runtime.program import Groups, Replica
 from actors.snapshots.worker_snapshots import Snapshots
 from actors.storage.errors import StepMismatch, TornApply
 from actors.worker.part_writer import PartWriter
+from actors.worker.step_timer import StepTimer
 from elastic.protocol.events import Quiesced
 from elastic.protocol.step_records import NUM_REPORTED_RECORDS, NUM_SENT_RECORDS, RecordRing
 from elastic.protocol.votes import Ballot, StepRecord, Vote, pack_vote, unpack_vote
@@ -66,6 +68,7 @@ class Stepper:
         writer: PartWriter,
         compute_times: ComputeTimes,
         records: KeptRecords,
+        timer: StepTimer,
     ) -> None:
         self.skipped_batches: tuple[int, ...] = ()
         """The numbers of the batches that training skips."""
@@ -84,6 +87,7 @@ class Stepper:
         self.gradients_complete = False
         self.torn = False
         self._records = records
+        self.timer = timer
 
     def step(self) -> tuple[StepRecord, Vote]:
         """Train one step. Raises if the generation is aborted or a peer is lost."""
@@ -93,14 +97,20 @@ class Stepper:
         with self._interruption.abandonable():
             self._faults.flip_a_bit(step, self._replica.tensors)
             self._faults.at("compute", step)
-            sums = self._replica.compute(step, self._interruption.check, self.skipped_batches)
-            self._faults.poison(step, sums)
-            self._faults.slow_down(step, sums.device, self._interruption.check)
-            self._snapshots.await_whole(self._interruption.check)
+            with self.timer.computing():
+                sums = self._replica.compute(step, self._interruption.check, self.skipped_batches)
+                self._faults.poison(step, sums)
+                self._faults.slow_down(step, sums.device, self._interruption.check)
+            with self.timer.part("snapshot_s"):
+                self._snapshots.await_whole(self._interruption.check)
             self._faults.at("vote", step)
-            vote = self._cast(step, sums)
+            with self.timer.part("compute_s"):  # a GPU computes until the sums can be read
+                values = sums.tolist()
+            with self.timer.part("vote_s"):
+                vote = self._cast(step, values, sums.device)
         self.vote = vote
-        self._writer.await_copied(self._interruption.check)
+        with self.timer.part("snapshot_s"):
+            self._writer.await_copied(self._interruption.check)
         self._faults.at("apply", step)
         record = self.apply(vote)
         self._compute_times.end(step)
@@ -114,10 +124,12 @@ class Stepper:
                 f"the vote decides step {vote.step}, but this worker is at step "
                 f"{self.committed_step}"
             )
-        self._snapshots.await_copied()
-        self._writer.await_copied()
+        with self.timer.part("snapshot_s"):
+            self._snapshots.await_copied()
+            self._writer.await_copied()
         try:
-            applied = self._replica.apply(vote.step, vote)
+            with self.timer.part("compute_s"):
+                applied = self._replica.apply(vote.step, vote)
         except BaseException as error:
             self.torn = True
             raise TornApply(f"the apply of step {vote.step} broke: {error}") from error
@@ -135,6 +147,7 @@ class Stepper:
             grad_norm=finite(applied.grad_norm),
             step_s=time.perf_counter() - self._began,
             skipped=applied.skipped,
+            **self.timer.split(),
         )
         self._records.append(record)
         return record
@@ -143,12 +156,12 @@ class Stepper:
         self.gradients_complete = False
         self._replica.drop_gradients()
 
-    def _cast(self, step: int, sums: torch.Tensor) -> Vote:
+    def _cast(self, step: int, sums: Sequence[float], device: torch.device) -> Vote:
         """Cast this rank's vote: one all-reduce, which the host reads before any apply.
 
         An aborted collective completes, too, but with garbage: then this raises `BrokenVote`.
         """
-        loss_sum, num_tokens, sq_grad_norm = sums.tolist()
+        loss_sum, num_tokens, sq_grad_norm = sums
         world_rank = self._groups.world_rank
         num_workers = self._groups.assignment.layout.num_workers
         ballot = Ballot(
@@ -161,7 +174,7 @@ class Stepper:
             is_writing=self._writer.is_busy,
             compute_s=tuple(self._compute_times.ballot(step, world_rank, num_workers)),
         )
-        numbers = torch.tensor(pack_vote(ballot), dtype=torch.float64, device=sums.device)
+        numbers = torch.tensor(pack_vote(ballot), dtype=torch.float64, device=device)
         self.gradients_complete = True
         wait_for(self._groups.world.allreduce([numbers]))
         self._faults.at("reading", step)

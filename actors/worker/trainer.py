@@ -29,6 +29,7 @@ from actors.worker.part_writer import CheckpointPart, PartWriter
 from actors.worker.profiling import Profiling
 from actors.worker.statistics_log import StatisticsLog
 from actors.worker.step_protocol import KeptRecords, Stepper, quiesced
+from actors.worker.step_timer import StepTimer
 from actors.worker.worker_options import WorkerOptions
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.regions import Region
@@ -145,6 +146,7 @@ class Trainer:
                 self.writer,
                 compute_times(self.options.straggler_every, self.program.device),
                 self.records,
+                StepTimer(self.program.device, lambda: self.program.waits),
             )
             held = self.replica.state_bytes()
         self.report(
@@ -188,7 +190,8 @@ class Trainer:
                 record, vote = stepper.step()
             self._keep_only(resume.generation)
             held = self.holdings[resume.generation]
-            self.snapshots.begin(record.step, held.assignment, held.tensors)
+            with stepper.timer.part("snapshot_s"):
+                self.snapshots.begin(record.step, held.assignment, held.tensors)
             if world_rank == 0:
                 self.report(StepCommitted(resume.generation, record, vote))
                 if stepper.compute_s:
@@ -323,14 +326,12 @@ class Trainer:
             if self.program.device.type == "cuda":
                 held.tensors = stage(self.specs, transfers, held.tensors)
             parts[transfers.own_part] = held.tensors
-        snapshot_servers = {
-            snapshot_server.node: snapshot_server for snapshot_server in self.order.snapshot_servers
-        }
+        servers = {server.node: server for server in self.order.snapshot_servers}
         for part in plan.carried:
             if part.carrier == self.worker:
                 parts[old.world_rank(part.member)] = read_snapshot(
                     part,
-                    snapshot_servers,
+                    servers,
                     self.node,
                     self.specs,
                     old,

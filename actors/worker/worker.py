@@ -95,7 +95,7 @@ class Worker:
 
     def sample(self, process: psutil.Process) -> dict[str, Any]:
         """A line of `system.jsonl` about this worker; `process` is the worker's own."""
-        return sample(self.name, process, self._program.data_wait_s if self._program else 0.0)
+        return sample(self.name, process, self._program.waits.data_s if self._program else 0.0)
 
     def start(self) -> None:
         """Begin to warm up, unless the worker has begun already."""
@@ -207,6 +207,7 @@ class Worker:
         memory_bytes = None
         if program.device.type == "cuda":
             memory_bytes = torch.cuda.get_device_properties(program.device).total_memory
+        figures = program.figures
         self._report(
             WorkerReady(
                 self.name,
@@ -216,6 +217,9 @@ class Worker:
                 memory_bytes=memory_bytes,
                 digest=self._trainer.digest,
                 device=program.device.type,
+                device_name=figures.name,
+                step_flops=figures.step_flops,
+                peak_flops=figures.peak_flops,
             )
         )
 

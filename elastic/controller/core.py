@@ -67,10 +67,6 @@ from elastic.protocol.events import (
     Quiesced,
     RolledForward,
     RunOpened,
-    SnapshotServerLost,
-    SnapshotServerReady,
-    SnapshotServerReported,
-    SnapshotServerSuspected,
     StateReady,
     StepCommitted,
     StopRequested,
@@ -94,6 +90,12 @@ from elastic.protocol.phases import (
     Running,
     Saving,
     Waiting,
+)
+from elastic.protocol.snapshot_events import (
+    SnapshotServerLost,
+    SnapshotServerReady,
+    SnapshotServerReported,
+    SnapshotServerSuspected,
 )
 from elastic.protocol.step_records import RecordsSent
 

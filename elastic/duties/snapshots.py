@@ -15,14 +15,14 @@ from elastic.protocol.commands import (
 )
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.duty_records import SnapshotSet
-from elastic.protocol.events import (
+from elastic.protocol.phases import Running
+from elastic.protocol.policy import backoff_s
+from elastic.protocol.snapshot_events import (
     SnapshotServerLost,
     SnapshotServerReady,
     SnapshotServerReported,
     SnapshotServerSuspected,
 )
-from elastic.protocol.phases import Running
-from elastic.protocol.policy import backoff_s
 from elastic.reshard.parity import num_chunks_of
 from elastic.reshard.snapshot_placement import Placement, place_snapshots, shortfall
 

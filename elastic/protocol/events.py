@@ -8,9 +8,14 @@ from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Job
 from elastic.protocol.controller_events import ControllerEvent
 from elastic.protocol.policy import Policy
+from elastic.protocol.snapshot_events import (
+    SnapshotServerLost,
+    SnapshotServerReady,
+    SnapshotServerReported,
+    SnapshotServerSuspected,
+)
 from elastic.protocol.step_records import RecordsSent
 from elastic.protocol.votes import StepRecord, Vote
-from elastic.reshard.snapshot_placement import ParitySlot, Slot, SnapshotServer
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,19 +68,25 @@ class StoreLost:
 
 @dataclass(frozen=True, slots=True)
 class WorkerReady:
-    """A worker has warmed up and waits for its first assignment. `device` is `cpu` or `cuda`."""
+    """A worker has warmed up and waits for its first assignment.
+
+    `memory_bytes` is the memory of its `device` (`cpu` or `cuda`), `digest` that of its sources and
+    tensor specs, which must be equal on all workers of a run, `node_type` the cluster's name for
+    this type of node. `step_flops` are the floating-point operations of a whole step of the run,
+    `peak_flops` the most that the device can do a second. None or empty: not known.
+    """
 
     worker: str
     node: str
     pid: int
     rack: str = ""
     memory_bytes: int | None = None
-    """The memory of its device, or None if not known."""
     digest: str = ""
-    """The digest of its sources and tensor specs, which must be equal on all workers of a run."""
     node_type: str = ""
-    """The cluster's name for this type of node, if it has one."""
     device: str = "cpu"
+    device_name: str = ""
+    step_flops: float | None = None
+    peak_flops: float | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,46 +134,6 @@ class NodeAtRisk:
 
     node: str
     cause: str
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotServerReady:
-    """The snapshot server of a node is ready to take snapshots."""
-
-    snapshot_server: SnapshotServer
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotServerSuspected:
-    """A snapshot server does not answer."""
-
-    node: str
-    cause: str
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotServerLost:
-    """The process of a snapshot server is gone, with all its snapshots."""
-
-    node: str
-    cause: str
-
-
-@dataclass(frozen=True, slots=True)
-class SnapshotServerReported:
-    """The contents of a snapshot server, in answer to the query of a generation.
-
-    Since its start it has received `taken_bytes` from workers on its node and `received_bytes` from
-    other nodes. It now holds `memory_bytes` in memory.
-    """
-
-    node: str
-    generation: int
-    slots: tuple[Slot, ...]
-    taken_bytes: int = 0
-    received_bytes: int = 0
-    memory_bytes: int = 0
-    parities: tuple[ParitySlot, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,19 +6,19 @@ from collections import deque
 from dataclasses import dataclass
 from struct import Struct
 
-from elastic.protocol.votes import StepRecord, Vote
+from elastic.protocol.votes import SPLIT, StepRecord, Vote
 
 NUM_KEPT_RECORDS = 1 << 17
-"""About 8 MB when full; steps of 1 s fill it in 36 hours."""
+"""About 16 MB when full; steps of 1 s fill it in 36 hours."""
 NUM_SENT_RECORDS = 1024
 """Most records in the answer to one request."""
 NUM_REPORTED_RECORDS = 64
 """Most records in the report of a worker that unwinds; if more are lacking, it reports none."""
 RECORDS_PER_BLOCK = 1024
 
-_PACKED = Struct("<dqqqqddddB")
+_PACKED = Struct("<dqqqqddddddddddB")
 _NULLABLE = ("loss", "tokens", "lr", "grad_norm", "step_s")
-_SKIPPED, _MISSING, _FIRST_NULL = 1, 2, 4
+_SKIPPED, _MISSING, _NO_SPLIT, _FIRST_NULL = 1, 2, 4, 8
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,6 +98,7 @@ class RecordRing:
 
 def _pack(record: StepRecord) -> bytes:
     flags = _SKIPPED * record.skipped + _MISSING * record.missing
+    flags += _NO_SPLIT * (record.compute_s is None)
     for position, name in enumerate(_NULLABLE):
         flags |= (getattr(record, name) is None) * _FIRST_NULL << position
     return _PACKED.pack(
@@ -110,16 +111,19 @@ def _pack(record: StepRecord) -> bytes:
         record.lr or 0.0,
         record.grad_norm or 0.0,
         record.step_s or 0.0,
+        *(getattr(record, name) or 0.0 for name in SPLIT),
         flags,
     )
 
 
 def _unpack(block: bytearray, offset: int) -> StepRecord:
     time, step, generation, world_size, tokens, *numbers, flags = _PACKED.unpack_from(block, offset)
-    loss, lr, grad_norm, step_s = numbers
+    loss, lr, grad_norm, step_s, *split = numbers
     values = {"loss": loss, "tokens": tokens, "lr": lr, "grad_norm": grad_norm, "step_s": step_s}
     for position, name in enumerate(_NULLABLE):
         if flags & _FIRST_NULL << position:
             values[name] = None
     values |= {"skipped": bool(flags & _SKIPPED), "missing": bool(flags & _MISSING)}
+    if not flags & _NO_SPLIT:
+        values |= dict(zip(SPLIT, split, strict=True))
     return StepRecord(time, step, generation, world_size, **values)

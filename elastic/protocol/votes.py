@@ -191,6 +191,7 @@ class StepRecord:
     """One committed step as in `metrics.jsonl`; `time` is in seconds since the epoch.
 
     A `missing` record only says that the step has committed: no live worker has its numbers.
+    The last fields split the time since the record before, as the reporting worker measured it.
     """
 
     time: float
@@ -204,3 +205,13 @@ class StepRecord:
     step_s: float | None
     skipped: bool
     missing: bool = False
+    compute_s: float | None = None
+    communication_s: float | None = None
+    data_s: float | None = None
+    vote_s: float | None = None
+    snapshot_s: float | None = None
+    other_s: float | None = None
+
+
+SPLIT = ("compute_s", "communication_s", "data_s", "vote_s", "snapshot_s", "other_s")
+"""The fields of a step record that split its time; all of them are numbers, or none."""

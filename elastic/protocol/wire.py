@@ -17,7 +17,7 @@ from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import Event, StepCommitted
 from elastic.protocol.pending_commands import PendingCommands
 from elastic.protocol.policy import Policy
-from elastic.protocol.votes import StepRecord, Vote
+from elastic.protocol.votes import SPLIT, StepRecord, Vote
 
 
 def finite(value: float | None) -> float | None:
@@ -29,6 +29,8 @@ FORMAT = 5
 """The journal's format; a reader refuses any other."""
 
 _FIELDS = [field.name for field in fields(StepRecord)]
+_NUM_IN_JOURNAL = len(_FIELDS) - len(SPLIT)
+"""The time split at the end of a record is only in the metrics: it decides nothing."""
 
 _STEP, _STEP_S = _FIELDS.index("step"), _FIELDS.index("step_s")
 
@@ -104,7 +106,7 @@ def steps_line(steps: Sequence[tuple[float, StepCommitted]]) -> dict[str, Any]:
     """Reports of committed steps as one journal line; each with the controller's time."""
     now, last = steps[-1]
     rows = [
-        [time, event.generation, _values(event.record), _values(event.vote)]
+        [time, event.generation, _values(event.record)[:_NUM_IN_JOURNAL], _values(event.vote)]
         for time, event in steps
     ]
     return {"time": now, "generation": last.generation, "steps": rows, "format": FORMAT}

@@ -11,7 +11,7 @@ from typing import Any, assert_never
 import torch
 from torch import Tensor
 
-from actors.runtime.program import Groups, Interrupt, WrittenPart
+from actors.runtime.program import DeviceFigures, Groups, Interrupt, Waits, WrittenPart
 from actors.storage.storage import Storage
 from elastic.geometry.regions import Region
 from elastic.geometry.tensor_specs import TensorSpec
@@ -43,6 +43,7 @@ from pipelines.training.models.mlp import MlpWorkload
 from pipelines.training.models.next_token import open_samples
 from pipelines.training.passes.pass_size import PassObservations
 from pipelines.training.replica.replica import ShardedReplica
+from pipelines.training.replica.step_flops import ForwardFlops, count_step_flops, peak_flops
 from pipelines.training.replica.warm_up import Build, warm_up
 from pipelines.training.workload.state import initial_value, state_specs
 from pipelines.training.workload.workload import Workload, nothing
@@ -81,10 +82,26 @@ class TrainingProgram:
         # The module of a custom loop exists with its values: drawing a part of it gains nothing.
         most_bytes = inf if self.loop else MAX_WHOLE_BYTES
         self.workload = make_workload(self.settings, data_folder, recipe, most_bytes)
+        runs_whole = isinstance(self.workload, CustomWorkload) and not self.workload.values.is_large
+        self._counter = ForwardFlops() if runs_whole else None
 
     @property
-    def data_wait_s(self) -> float:
-        return self.pass_observations.data_wait_s
+    def waits(self) -> Waits:
+        return self.pass_observations.waits.total
+
+    @property
+    def figures(self) -> DeviceFigures:
+        """The speed of this process' device; the operations of a custom module are known after
+        `warm_up`."""
+        is_gpu = self.device.type == "cuda"
+        name = torch.cuda.get_device_name(self.device) if is_gpu else ""
+        if self._counter is not None:
+            step_flops = self._counter.of_step(self.settings)
+        elif isinstance(self.workload, CustomWorkload):
+            step_flops = None
+        else:
+            step_flops = count_step_flops(self.workload, self.settings)
+        return DeviceFigures(name, step_flops, peak_flops(name, self.settings))
 
     def specs(self) -> tuple[TensorSpec, ...]:
         """Every logical tensor of the state; see `pipelines.training.workload.state`."""
@@ -96,7 +113,7 @@ class TrainingProgram:
         self.workload.reach()
         if isinstance(self.workload, CustomWorkload):
             self.workload.start_readers()
-        warm_up(self.workload, self.settings, self.device, self._replica)
+        warm_up(self.workload, self.settings, self.device, self._replica, self._counter)
         if self.loop is not None:
             self.loop.restart_script()
         elif self.settings.may_merge:

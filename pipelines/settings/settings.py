@@ -219,6 +219,12 @@ class TrainSettings(Settings):
     compile: bool = setting(
         False, "Whether blocks are compiled by `torch.compile`.", resumable=True
     )
+    peak_tflops: PositiveFloat | None = setting(
+        None,
+        "The most operations in 10^12 a second that a worker's device can do in the run's data "
+        "type, of which model FLOPs utilization is the share. None: half precision of known GPUs.",
+        resumable=True,
+    )
     accelerator: str = setting(
         "auto",
         "The resource that a worker requests from the cluster: `cpu`, `gpu` (any type), a type "

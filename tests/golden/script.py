@@ -66,9 +66,6 @@ from elastic.protocol.events import (
     RolledForward,
     RunOpened,
     Saved,
-    SnapshotServerLost,
-    SnapshotServerReady,
-    SnapshotServerReported,
     StateReady,
     StepCommitted,
     StopRequested,
@@ -80,6 +77,11 @@ from elastic.protocol.events import (
     WorkerRaised,
     WorkerReady,
     WorkerSuspected,
+)
+from elastic.protocol.snapshot_events import (
+    SnapshotServerLost,
+    SnapshotServerReady,
+    SnapshotServerReported,
 )
 from elastic.protocol.step_records import RecordsSent
 from elastic.protocol.votes import StepRecord, Vote

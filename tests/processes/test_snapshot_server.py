@@ -24,7 +24,7 @@ from elastic.geometry.assignment import Assignment
 from elastic.geometry.layout import Layout
 from elastic.geometry.tensor_specs import TensorSpec
 from elastic.protocol.commands import StartSnapshots
-from elastic.protocol.events import SnapshotServerReady
+from elastic.protocol.snapshot_events import SnapshotServerReady
 from elastic.reshard.reshard_plan import CarriedPart
 from elastic.reshard.snapshot_placement import SnapshotServer
 

@@ -29,13 +29,13 @@ from actors.snapshots.messages import receive_message, send_message
 from actors.snapshots.server import SnapshotServerProcess
 from elastic.protocol.events import (
     Event,
-    SnapshotServerReady,
     StateReady,
     StepCommitted,
     StoreReady,
     WorkerLost,
     WorkerReady,
 )
+from elastic.protocol.snapshot_events import SnapshotServerReady
 from elastic.reshard.snapshot_placement import SnapshotServer
 
 STRANGER = str(Path(__file__).with_name("stranger.py"))

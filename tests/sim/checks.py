@@ -44,13 +44,12 @@ from elastic.protocol.events import (
     Quiesced,
     RolledForward,
     RunOpened,
-    SnapshotServerLost,
-    SnapshotServerReported,
     StateReady,
     StepCommitted,
     WorkerRaised,
 )
 from elastic.protocol.phases import Aborting, Ended, Forming, Pausing, Resharding, Running, Waiting
+from elastic.protocol.snapshot_events import SnapshotServerLost, SnapshotServerReported
 from elastic.protocol.step_records import RecordsSent
 from elastic.reshard.snapshot_placement import ParitySlot
 

@@ -16,12 +16,12 @@ from elastic.geometry.target_layout import TargetLayout
 from elastic.protocol.events import (
     LayoutRequested,
     NodeDraining,
-    SnapshotServerSuspected,
     StopRequested,
     StoreLost,
     WorkerDraining,
     WorkerSuspected,
 )
+from elastic.protocol.snapshot_events import SnapshotServerSuspected
 
 
 def inflict(world: World, action: str, worker: SimWorker) -> None:

@@ -21,12 +21,14 @@ from elastic.protocol.events import (
     Checkpointed,
     Event,
     PartFailed,
-    SnapshotServerLost,
-    SnapshotServerReady,
-    SnapshotServerReported,
     StoreLost,
     StoreReady,
     WorkerLost,
+)
+from elastic.protocol.snapshot_events import (
+    SnapshotServerLost,
+    SnapshotServerReady,
+    SnapshotServerReported,
 )
 
 GONE = "it died while the controller was down"

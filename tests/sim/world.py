@@ -24,16 +24,9 @@ from elastic.protocol.commands import (
     Order,
     Stopped,
 )
-from elastic.protocol.events import (
-    Event,
-    RunOpened,
-    SnapshotServerLost,
-    SnapshotServerReported,
-    WorkerLost,
-    WorkerReady,
-    WorkerSuspected,
-)
+from elastic.protocol.events import Event, RunOpened, WorkerLost, WorkerReady, WorkerSuspected
 from elastic.protocol.policy import Policy
+from elastic.protocol.snapshot_events import SnapshotServerLost, SnapshotServerReported
 from elastic.reshard.snapshot_placement import SnapshotServer
 
 Inflict = Callable[["World", str, SimWorker], None]

@@ -8,6 +8,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -61,10 +62,6 @@ from elastic.protocol.events import (
     Quiesced,
     RolledForward,
     RunOpened,
-    SnapshotServerLost,
-    SnapshotServerReady,
-    SnapshotServerReported,
-    SnapshotServerSuspected,
     StateReady,
     StepCommitted,
     StopRequested,
@@ -76,6 +73,12 @@ from elastic.protocol.events import (
     WorkerRaised,
     WorkerReady,
     WorkerSuspected,
+)
+from elastic.protocol.snapshot_events import (
+    SnapshotServerLost,
+    SnapshotServerReady,
+    SnapshotServerReported,
+    SnapshotServerSuspected,
 )
 from elastic.protocol.step_records import RecordsSent
 from elastic.protocol.votes import StepRecord, Vote
@@ -194,10 +197,6 @@ class BrokenShell(Shell):
             raise self.error(f"at {kind}")
 
 
-def record_of(step: int, generation: int) -> StepRecord:
-    return StepRecord(0.0, step, generation, 2, 1.0, 1, 0.1, 1.0, 0.001, skipped=False)
-
-
 class TrainingFleet:
     """Two workers that train on a thread, vote, save their parts and unwind, as real ones do."""
 
@@ -253,12 +252,12 @@ class TrainingFleet:
             case Abort():
                 self._halt()
                 vote = Vote(self._step, 1.0, 1, 1.0, 2) if self._step else None
-                records = tuple(record_of(step + 1, self._generation) for step in range(self._step))
+                own = replace(RECORD, generation=self._generation)
+                records = tuple(replace(own, step=step) for step in range(1, self._step + 1))
                 report = (order.generation, self._step, vote, False, False, records)
                 self._post(Quiesced(worker, *report) for worker in workers)
             case RollForward():
-                record = RECORD
-                self._post(RolledForward(worker, order.generation, record) for worker in workers)
+                self._post(RolledForward(worker, order.generation, RECORD) for worker in workers)
             case SaveCheckpoint():
                 self._save(workers, order.generation, order.step)
 
@@ -278,7 +277,7 @@ class TrainingFleet:
             step, generation = self._step, self._generation
             saves, self._is_save_requested = self._is_save_requested, False
             pauses = self._is_pause_requested
-            record = record_of(step, generation)
+            record = replace(RECORD, step=step, generation=generation)
             vote = Vote(step, 1.0, 1, 1.0, 2, num_pause_requests=pauses, num_save_requests=saves)
             self.shell.post(StepCommitted(generation, record, vote))
             if saves:

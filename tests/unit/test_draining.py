@@ -29,7 +29,6 @@ from elastic.protocol.events import (
     Paused,
     Quiesced,
     RunOpened,
-    SnapshotServerReady,
     StateReady,
     StepCommitted,
     StoreReady,
@@ -39,6 +38,7 @@ from elastic.protocol.events import (
     WorkerReady,
 )
 from elastic.protocol.phases import Aborting, Forming, Pausing, Running, Waiting
+from elastic.protocol.snapshot_events import SnapshotServerReady
 from elastic.protocol.votes import StepRecord, Vote
 from elastic.protocol.wire import decode, encode
 from elastic.reshard.snapshot_placement import SnapshotServer

@@ -35,6 +35,7 @@ def run(tmp_path: Path) -> WrittenRun:
     run.start(2)
     for _ in range(4):
         run.commit(step_s=0.5)
+    run.sample("w1")
     return run
 
 
@@ -59,6 +60,17 @@ def test_metrics_show_step_workers_goodput_and_waits(run: WrittenRun) -> None:
     run.append_command(Waited("0 of at least 1 workers are ready"))
     exported = read_values(run, later_s=10.0)
     assert exported["elastic_waits_for_s"] == exported["elastic_since_checkpoint_s"] == 10.0
+
+
+def test_peak_memory_is_shown_of_members_only(run: WrittenRun) -> None:
+    def peaks() -> list[tuple[str, float | None]]:
+        name = "elastic_peak_memory_bytes"
+        return [(m.place, m.value) for m in read_metrics(run) if m.name == name]
+
+    assert peaks() == [("w1", 3e9)]
+    run.lose("w1")
+    run.resume("w0")
+    assert peaks() == [("w1", None)]
 
 
 def test_metrics_of_a_stopped_run_raise_no_alert(run: WrittenRun) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from actors.worker.sampling import LEAST_EVERY_S, sample_every_s
+from actors.ray_backend.sampling import LEAST_EVERY_S, sample_every_s
 
 MAX_LINE_BYTES = 300
 

@@ -140,6 +140,7 @@ def test_run_without_a_stop_has_failed(folder: RunFolder) -> None:
 
 def test_sweep_table_is_shown_and_written_to_files(tmp_path: Path) -> None:
     ran = Row("tp=2", 2, "ran", "", 0.25, 800.0, 10**6, 10**6, 2 * 10**6, 5 * 10**6, ON_HOST, 1.5)
+    ran = replace(ran, tflops=0.75, mfu=0.5)
     rows = [ran, refused(Layout(tp=8), "too few heads"), replace(ran, verdict="failed", reason="x")]
     output = io.StringIO()
     show(Console(file=output, width=110), "a sweep", rows)
@@ -150,6 +151,8 @@ def test_sweep_table_is_shown_and_written_to_files(tmp_path: Path) -> None:
         "0.2500",
         "800",
         "400",
+        "0.75",
+        "(50%)",
         "1.00",
         "1.00",
         "2.00",

@@ -17,12 +17,12 @@ from elastic.protocol.controller_events import WorkerAnswered, WorkersStalled
 from elastic.protocol.events import (
     Event,
     Progressed,
-    SnapshotServerReady,
     StateReady,
     StepCommitted,
     WorkerReady,
     WorkerSuspected,
 )
+from elastic.protocol.snapshot_events import SnapshotServerReady
 from elastic.protocol.votes import StepRecord, Vote
 from elastic.reshard.snapshot_placement import SnapshotServer
 

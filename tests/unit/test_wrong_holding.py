@@ -9,10 +9,12 @@ from users_policy import users_options, users_policy
 
 from actors.runtime.compute_time import compute_times
 from actors.runtime.interruption import Interruption
+from actors.runtime.program import Waits
 from actors.storage.errors import StepMismatch
 from actors.worker.error_kinds import kind_of
 from actors.worker.holding import WorkerHolding
 from actors.worker.step_protocol import Stepper
+from actors.worker.step_timer import StepTimer
 from actors.worker.trainer import Trainer
 from elastic.controller.core import Core
 from elastic.geometry.assignment import Assignment
@@ -103,6 +105,7 @@ def test_worker_applies_only_the_vote_of_its_next_step(trainer: Trainer, step: i
         trainer.writer,
         compute_times(0, trainer.program.device),
         trainer.records,
+        StepTimer(trainer.program.device, Waits),
     )
     with pytest.raises(StepMismatch, match=f"step {step}, but this worker is at step 110"):
         trainer.roll_forward(RollForward(1, ("w0",), Vote(step, 1.0, 1, 1.0, 1)))

@@ -1,4 +1,4 @@
-"""A thread that follows a run's journal and metrics, so that slow storage delays no display."""
+"""A thread that follows a run's files, so that slow storage delays no display."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Rows = list[dict[str, Any]]
 
 
 class Follower:
-    """Reads the journal and the metrics in its own thread, until `finish`.
+    """Reads journal, metrics and system samples in its own thread, until `finish`.
 
     `trouble` is the reason why they cannot be read at present, or empty. `history` is the run's
     saved history; `take` returns the lines after it.
@@ -23,22 +23,23 @@ class Follower:
     def __init__(self, folder: RunFolder) -> None:
         self.trouble = ""
         self.history = History()
-        self._tails = Tail(folder.journal), Tail(folder.metrics)
+        logs = (folder.journal, folder.metrics, folder.system)
+        self._tails = tuple(map(Tail, logs))
         try:
             followed = load_history(folder)
-            self.history, self._tails = followed.history, (followed.journal, followed.metrics)
+            self.history, self._tails = followed.history, followed.tails
         except OSError as error:
             self.trouble = str(error)
-        self._rows: tuple[Rows, Rows] = [], []
+        self._rows: tuple[Rows, Rows, Rows] = [], [], []
         self._lock = threading.Lock()
         self._ending = threading.Event()
         self._thread = threading.Thread(target=self._serve, name="follower", daemon=True)
         self._thread.start()
 
-    def take(self) -> tuple[Rows, Rows]:
-        """The new lines of the journal and of the metrics since the last call."""
+    def take(self) -> tuple[Rows, Rows, Rows]:
+        """The new lines of each file since the last call, for `History.take`."""
         with self._lock:
-            rows, self._rows = self._rows, ([], [])
+            rows, self._rows = self._rows, ([], [], [])
         return rows
 
     def finish(self, patience_s: float) -> None:

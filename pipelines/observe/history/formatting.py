@@ -20,7 +20,7 @@ def duration(seconds: float) -> str:
 
 def quantity(value: float) -> str:
     """`950`, `35.1k`, `1.20M`."""
-    for size, letter in ((1e9, "G"), (1e6, "M"), (1e3, "k")):
+    for size, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
         if abs(value) >= size:
             return f"{value / size:#.3g}".rstrip(".") + letter
     return f"{value:.3g}"

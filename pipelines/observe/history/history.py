@@ -1,4 +1,4 @@
-"""The history of a run: membership, progress and time accounting, with a one-line summary."""
+"""The history of a run from its files: membership, progress, time, and peak memory."""
 
 from __future__ import annotations
 
@@ -11,23 +11,38 @@ from pipelines.observe.history.goodput import Account
 from pipelines.observe.history.membership import Membership
 from pipelines.observe.history.progress import RunProgress
 from pipelines.observe.history.run_folder import RunFolder, Tail
+from pipelines.observe.history.step_time import StepTimeAccount
 
 
 @dataclass(slots=True)
 class History:
-    """A run's membership, progress and time account, from its journal and metrics."""
+    """A run's membership, progress and accounts of its time, from its files."""
 
     membership: Membership = field(default_factory=Membership)
     progress: RunProgress = field(default_factory=RunProgress)
     account: Account = field(default_factory=Account)
+    step_time: StepTimeAccount = field(default_factory=StepTimeAccount)
+    peak_bytes: dict[str, int] = field(default_factory=dict)
+    """The peak memory of each worker on the device that it trains on: its GPU, or the host."""
     num_damaged: int = 0
 
-    def take(self, journal: Iterable[dict[str, Any]], metrics: Iterable[dict[str, Any]]) -> None:
+    def take(
+        self,
+        journal: Iterable[dict[str, Any]],
+        metrics: Iterable[dict[str, Any]],
+        system: Iterable[dict[str, Any]] = (),
+    ) -> None:
         """Add lines; malformed lines are skipped and counted in `num_damaged`."""
         for line in journal:
-            self._take(line, self.membership.take, self.account.take)
+            self._take(line, self.membership.take, self.account.take, self.step_time.take_ready)
         for row in metrics:
-            self._take(row, self.progress.take)
+            self._take(row, self.progress.take, self.step_time.take)
+        for sample in system:
+            self._take(sample, self._take_sample)
+
+    def _take_sample(self, sample: dict[str, Any]) -> None:
+        peak_bytes = sample["device_peak_bytes"] or sample["host_peak_bytes"]
+        self.peak_bytes[sample["worker"]] = peak_bytes
 
     def _take(self, line: dict[str, Any], *takers: Callable[[dict[str, Any]], object]) -> None:
         try:
@@ -65,5 +80,5 @@ class History:
 def read_history(folder: RunFolder) -> History:
     """The history of a run from its files, up to now."""
     history = History()
-    history.take(Tail(folder.journal).drain(), Tail(folder.metrics).drain())
+    history.take(*(Tail(log).drain() for log in (folder.journal, folder.metrics, folder.system)))
     return history

@@ -19,10 +19,10 @@ from pipelines.observe.history.progress import unit_of
 from pipelines.observe.history.run_folder import RunFolder, Tail
 
 NAME = "history.json"
-VERSION = 2
+VERSION = 3
 MARK_BYTES = 256
 TAIL_BYTES = 1 << 20
-"""How much of the metrics to read without a cache: enough for the newest loss and speed."""
+"""How much of a log to read without a cache: enough for the newest loss, speed and memory."""
 
 
 @dataclass(slots=True)
@@ -33,21 +33,28 @@ class FollowedHistory:
     history: History
     journal: Tail
     metrics: Tail
-    _saved: tuple[int, int] = field(default=(0, 0))
+    system: Tail
+    _saved: tuple[int, ...] = field(default=(0, 0, 0))
 
     def follow(self) -> None:
         """Add the new lines. Raises OSError."""
-        self.history.take(self.journal.drain(), self.metrics.drain())
+        self.history.take(*(tail.drain() for tail in self.tails))
+
+    @property
+    def tails(self) -> tuple[Tail, Tail, Tail]:
+        """In the order in which `History.take` wants their lines."""
+        return self.journal, self.metrics, self.system
 
     def save(self) -> None:
         """Renew the file if there are new lines. Raises OSError."""
-        offsets = (self.journal.offset, self.metrics.offset)
+        offsets = tuple(tail.offset for tail in self.tails)
         if offsets == self._saved:
             return
         body = {
             "version": VERSION,
             "journal": _mark(self.folder.journal, self.journal.offset),
             "metrics": _mark(self.folder.metrics, self.metrics.offset),
+            "system": _mark(self.folder.system, self.system.offset),
             "history": encode(self.history, is_sparse=True),
         }
         self.folder.files.write(NAME, json.dumps(body, separators=(",", ":")).encode())
@@ -59,30 +66,32 @@ def load_history(folder: RunFolder, needs_all_metrics: bool = True) -> FollowedH
 
     Without a cache, all metrics are read only if `needs_all_metrics`, else the newest ones.
     """
+    logs = (folder.journal, folder.metrics, folder.system)
     cached = _cached_history(folder)
     if cached is not None:
-        history, journal, metrics = cached
-        tails = Tail(folder.journal, journal), Tail(folder.metrics, metrics)
-        followed = FollowedHistory(folder, history, *tails, (journal, metrics))
+        history, offsets = cached
+        journal, metrics, system = (Tail(log, at) for log, at in zip(logs, offsets, strict=True))
+        followed = FollowedHistory(folder, history, journal, metrics, system, offsets)
     else:
         begin = 0 if needs_all_metrics else _begin_of_tail(folder.metrics)
-        tails = Tail(folder.journal), Tail(folder.metrics, begin)
+        system = Tail(folder.system, _begin_of_tail(folder.system))
+        tails = (Tail(folder.journal), Tail(folder.metrics, begin), system)
         followed = FollowedHistory(folder, History(), *tails)
     with suppress(UserError):  # a damaged recipe
         followed.history.progress.unit = unit_of(folder.recipe())
     return followed
 
 
-def _cached_history(folder: RunFolder) -> tuple[History, int, int] | None:
+def _cached_history(folder: RunFolder) -> tuple[History, tuple[int, ...]] | None:
     try:
         body = json.loads(folder.files.read(NAME))
         if body["version"] != VERSION:
             return None
-        journal, metrics = body["journal"]["offset"], body["metrics"]["offset"]
-        for log, name in ((folder.journal, "journal"), (folder.metrics, "metrics")):
+        logs = {"journal": folder.journal, "metrics": folder.metrics, "system": folder.system}
+        for name, log in logs.items():
             if _mark(log, body[name]["offset"]) != body[name]:
                 return None
-        return decode(History, body["history"]), journal, metrics
+        return decode(History, body["history"]), tuple(body[name]["offset"] for name in logs)
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, AttributeError):

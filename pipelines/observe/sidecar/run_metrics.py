@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from actors.ray_backend.metrics import Metric
+from elastic.protocol.votes import SPLIT
 from pipelines.observe.history.history import History
 
 
@@ -29,6 +30,7 @@ def metrics_of(history: History, now: float) -> Iterator[Metric]:
     for unit in ("tokens", "samples"):
         is_counted = progress.unit == unit
         yield Metric(f"elastic_{unit}_per_s", progress.tokens_per_s if is_counted else None)
+    yield from _step_time_metrics(history)
     yield Metric("elastic_generation", membership.generation)
     yield Metric("elastic_workers", len(membership.members))
     yield Metric("elastic_workers_spare", len(membership.standbys))
@@ -46,3 +48,18 @@ def metrics_of(history: History, now: float) -> Iterator[Metric]:
     yield Metric("elastic_since_checkpoint_s", 0.0 if is_stopped else now - saved_at)
     for place, spent_s in history.account.workers.by_place(until).items():
         yield Metric("elastic_worker_s", spent_s, place)
+
+
+def _step_time_metrics(history: History) -> Iterator[Metric]:
+    """The sums of the run's step time by part, the recent speed of a device, and peak memory."""
+    account = history.step_time
+    for name in SPLIT:
+        spent_s = getattr(account.run, name)
+        yield Metric("elastic_step_time_s", spent_s, name.removesuffix("_s"))
+    speed = account.device.speed(account.recent)
+    yield Metric("elastic_device_tflops", speed["tflops"])
+    yield Metric("elastic_device_mfu", speed["mfu"])
+    members = set(history.membership.members)
+    for worker, peak_bytes in history.peak_bytes.items():
+        value = peak_bytes if worker in members else None
+        yield Metric("elastic_peak_memory_bytes", value, worker)

@@ -60,7 +60,8 @@ class Delivery:
         client = self._open(history)
         self._run_events(client, history)
         self._readings(client, history)
-        row_metrics = partial(step_metrics, unit=history.progress.unit)
+        device = history.step_time.device
+        row_metrics = partial(step_metrics, unit=history.progress.unit, device=device)
         self._blocks(client, self._folder.metrics, "metrics_offset", row_metrics, until)
         sample_metrics = partial(system_metrics, start_ms=self._start_ms)
         self._blocks(client, self._folder.system, "system_offset", sample_metrics, until)

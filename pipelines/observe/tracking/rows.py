@@ -14,9 +14,11 @@ from typing import Any
 from mlflow.entities import Metric
 from mlflow.utils.validation import MAX_ENTITY_KEY_LENGTH, MAX_PARAM_VAL_LENGTH
 
+from elastic.protocol.votes import SPLIT
 from pipelines.observe.history.formatting import shortened
 from pipelines.observe.history.goodput import Reading
 from pipelines.observe.history.membership import Membership
+from pipelines.observe.history.step_time import Device, times_of
 
 STEP_FIELDS = ("loss", "lr", "grad_norm", "step_s", "world_size", "generation")
 SPLIT_FIELDS = ("compute_s", "redone_s", "paused_s", "waiting_s")
@@ -25,6 +27,8 @@ SYSTEM_FIELDS = {
     "host_memory_bytes": ("host_memory_usage_megabytes", 1e-6),
     "device_memory_bytes": ("device_memory_usage_megabytes", 1e-6),
     "device_use_percent": ("device_utilization_percentage", 1.0),
+    "host_peak_bytes": ("host_peak_memory_megabytes", 1e-6),
+    "device_peak_bytes": ("device_peak_memory_megabytes", 1e-6),
     "data_wait_s": ("data_wait_seconds", 1.0),
 }
 """For each field of a sample its name in MLflow's system metrics, and its scale."""
@@ -35,16 +39,27 @@ COUNTED = {
     "not finite": "evaluations_not_finite",
 }
 """The metric that counts the events of a kind."""
+UNKNOWN_DEVICE = Device()
 FOREIGN = re.compile(r"[^\w.\- /]")
 
 
-def step_metrics(row: Mapping[str, Any], unit: str = "tokens") -> Iterator[Metric]:
+def step_metrics(
+    row: Mapping[str, Any], unit: str = "tokens", device: Device = UNKNOWN_DEVICE
+) -> Iterator[Metric]:
     """The finite numbers of a committed step; `unit` is what its field `tokens` counts."""
     where = (row["time"], row["step"])
     for field in STEP_FIELDS:
         yield from _metric(field, row.get(field), *where)
     if row["step_s"]:  # a missing record has no numbers
         yield from _metric(f"{unit}_per_s", row["tokens"] / row["step_s"], *where)
+    times = times_of(row)
+    if times is not None:
+        for name in SPLIT:
+            yield from _metric(f"step/{name}", getattr(times, name), *where)
+        speed = device.speed(times)
+        yield from _metric(f"{unit}_per_s_per_device", speed["tokens_per_s"], *where)
+        yield from _metric("device_tflops", speed["tflops"], *where)
+        yield from _metric("device_mfu", speed["mfu"], *where)
 
 
 def system_metrics(sample: Mapping[str, Any], start_ms: int) -> Iterator[Metric]:

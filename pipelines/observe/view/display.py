@@ -18,7 +18,7 @@ from rich.text import Text
 
 from pipelines.observe.history.formatting import duration, quantity, shortened
 from pipelines.observe.history.history import History
-from pipelines.observe.view.facts import events_table, speed, steps, world
+from pipelines.observe.view.facts import events_table, speed, step_parts, steps, world
 
 
 class Cell:
@@ -107,13 +107,14 @@ class Display:
         now: float,
         journal: Iterable[dict[str, Any]] = (),
         metrics: Iterable[dict[str, Any]] = (),
+        system: Iterable[dict[str, Any]] = (),
         trouble: str = "",
     ) -> None:
         """Add new lines, and refresh the display if it is due.
 
         `trouble` is the reason why the run waits for its storage at present, or empty.
         """
-        self.history.take(journal, metrics)
+        self.history.take(journal, metrics, system)
         was_well, self._trouble = not self._trouble, trouble
         if self._live is None:
             self._print_trouble(now, was_well)
@@ -164,8 +165,10 @@ class Display:
         if progress.loss is not None:
             trend = "" if self._console.options.ascii_only else sparkline(self._losses(), 32)
             yield "loss", Text(f"{progress.loss:.4f}  ").append(trend, style="cyan")
-        if rate := speed(progress):
+        if rate := speed(self.history):
             yield "speed", Text(rate)
+        if parts := step_parts(self.history.step_time.recent):
+            yield "step time", Text(parts)
         yield "workers", Text(world(self.history.membership))
         if self._trouble:
             yield "storage", Text(self._storage(), style="red")

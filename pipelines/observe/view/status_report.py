@@ -14,7 +14,7 @@ from pipelines.observe.history.formatting import by_number, duration, shortened
 from pipelines.observe.history.goodput import TimeSplit
 from pipelines.observe.history.history import History
 from pipelines.observe.history.run_events import RunEvent
-from pipelines.observe.view.facts import ago, events_table, speed, steps, world
+from pipelines.observe.view.facts import ago, events_table, speed, step_parts, steps, world
 
 NUM_EVENTS = 10
 MAX_WORKERS_SHOWN = 40
@@ -108,6 +108,7 @@ class RunStatus:
             "tokens_per_s": progress.tokens_per_s,
             "unit": progress.unit,
             "steps_per_s": progress.steps_per_s,
+            "step_time": self._step_time(),
             "layout": membership.layout,
             "generation": membership.generation,
             "max_workers": membership.max_workers,
@@ -120,6 +121,14 @@ class RunStatus:
             ],
             "goodput": {"goodput": split.goodput, "wall_s": split.wall_s, **asdict(split)},
             "worker_hours": self.worker_hours(),
+        }
+
+    def _step_time(self) -> dict[str, Any]:
+        """The time split of the newest steps and of the whole run, with the speed of a device."""
+        account = self.history.step_time
+        return {
+            name: {**asdict(times), **account.device.speed(times)}
+            for name, times in (("recent", account.recent), ("run", account.run))
         }
 
     def page(self) -> RenderableType:
@@ -174,8 +183,11 @@ class RunStatus:
         table.add_row("step", progress if is_training else progress.partition(" · ")[0])
         if history.progress.loss is not None:
             table.add_row("loss", f"{history.progress.loss:.4f}")
-        if rate := speed(history.progress):
+        if rate := speed(history):
             table.add_row("speed" if is_training else "last speed", rate)
+        if parts := step_parts(history.step_time.recent):
+            table.add_row("step time", parts)
+            table.add_row("whole run", step_parts(history.step_time.run))
         if self.is_driven:
             table.add_row("workers", world(history.membership))
         elif history.membership.layout:
@@ -194,11 +206,12 @@ class RunStatus:
     def _workers_table(self) -> Table:
         table = Table.grid(padding=(0, 2))
         rows = self.workers()
-        for name in ("rank", "worker", "node", "pid", "compute", "since") if rows else ():
-            is_number = name in ("rank", "pid", "compute")
+        names = ("rank", "worker", "node", "pid", "compute", "peak memory", "warm since")
+        for name in names if rows else ():
+            is_number = name in ("rank", "pid", "compute", "peak memory")
             table.add_column(justify="right" if is_number else "left", no_wrap=True)
         if rows:
-            table.add_row("rank", "worker", "node", "pid", "compute", "warm since", style="dim")
+            table.add_row(*names, style="dim")
         for row in rows[:MAX_WORKERS_SHOWN]:
             role = row["role"]
             rank = role if row["world_rank"] is None else str(row["world_rank"])
@@ -207,7 +220,8 @@ class RunStatus:
             )
             since = ago(row["since"], self.now) if row["since"] else ""
             compute = duration(row["compute_s"]) if row["compute_s"] else ""
-            table.add_row(rank, row["worker"], *where, compute, since)
+            peak = f"{row['peak_bytes'] / 1e6:,.0f} MB" if row["peak_bytes"] else ""
+            table.add_row(rank, row["worker"], *where, compute, peak, since)
         if len(rows) > MAX_WORKERS_SHOWN:
             table.add_row("", f"and {len(rows) - MAX_WORKERS_SHOWN} more: --json lists all")
         return table
@@ -257,6 +271,7 @@ def _worker(
         "pid": place.pid if place else None,
         "since": place.since if place else None,
         "compute_s": history.membership.compute_s.get(worker) if role == "member" else None,
+        "peak_bytes": history.peak_bytes.get(worker),
     }
 
 

@@ -16,13 +16,14 @@ from rich.table import Table
 
 from elastic.geometry.layout import Layout
 from pipelines.observe.history.run_folder import RunFolder, Tail
+from pipelines.observe.history.step_time import StepTimeAccount
 
 SweepVerdict = Literal["ran", "not feasible", "out of memory", "failed", "interrupted"]
 SweepLine = dict[str, Any]
 
 COLUMNS = (
     *("layout", "workers", "step s", "{unit}/s", "/worker"),
-    *("param MB", "grad MB", "optim MB", "peak MB", "loss"),
+    *("TFLOP/s", "param MB", "grad MB", "optim MB", "peak MB", "loss"),
 )
 ON_DEVICE = "torch's allocations on the GPU"
 ON_HOST = "resident memory above that of a warm worker before training"
@@ -45,6 +46,8 @@ class Row:
     peak_bytes: int | None = None
     peak_is_of: str = ""
     loss: float | None = None
+    tflops: float | None = None
+    mfu: float | None = None
 
 
 def refused(layout: Layout, reason: str) -> Row:
@@ -64,6 +67,7 @@ def measure(layout: Layout, folder: RunFolder, broken: str = "") -> Row:
     counted = [line for step, line in steps.items() if step > 1 and not line.get("missing")]
     step_s = median(line["step_s"] for line in counted) if counted else None
     tokens = median(line["tokens"] for line in counted) if counted else 0
+    speed = _speed(journal, counted)
     peak_bytes, peak_is_of = _peak(journal, list(Tail(folder.system).drain()))
     return Row(
         layout=str(layout),
@@ -76,12 +80,16 @@ def measure(layout: Layout, folder: RunFolder, broken: str = "") -> Row:
         peak_bytes=peak_bytes,
         peak_is_of=peak_is_of,
         loss=steps[max(steps)]["loss"] if steps else None,
+        tflops=speed["tflops"],
+        mfu=speed["mfu"],
     )
 
 
 def show(console: Console, title: str, rows: Sequence[Row], unit: str = "tokens") -> None:
     """Print the table, and below it the reason of each layout that did not run."""
-    table = Table(title=title, title_justify="left", box=SIMPLE_HEAD)
+    table = Table(
+        title=title, title_justify="left", box=SIMPLE_HEAD, collapse_padding=True, pad_edge=False
+    )
     for number, name in enumerate(COLUMNS):
         table.add_column(
             name.format(unit=unit), justify="right" if number else "left", no_wrap=True
@@ -124,13 +132,18 @@ def _cells(row: Row) -> list[str]:
         _cell(row.step_s, ".4f"),
         _cell(row.tokens_per_s, ",.0f"),
         _cell(per_worker, ",.0f"),
-        *(_cell(None if size is None else size / 1e6, ",.2f") for size in sizes),
+        _cell(row.tflops, ".3g") + ("" if row.mfu is None else f" ({row.mfu:.0%})"),
+        *(_megabytes(size) for size in sizes),
         _cell(row.loss, ".6f"),
     ]
 
 
 def _cell(value: float | None, style: str) -> str:
     return "" if value is None else format(value, style)
+
+
+def _megabytes(size: int | None) -> str:
+    return "" if size is None else format(size / 1e6, ",.2f" if size < 1e9 else ",.0f")
 
 
 def _ending(journal: list[SweepLine], broken: str) -> tuple[SweepVerdict, str]:
@@ -162,6 +175,16 @@ def _state_bytes(journal: list[SweepLine]) -> dict[str, int]:
         return {}
     names = ("param_bytes", "grad_bytes", "optimizer_bytes")
     return {name: max(held[name] for held in resumes[-1]["state"]) for name in names}
+
+
+def _speed(journal: list[SweepLine], counted: list[SweepLine]) -> dict[str, float | None]:
+    """The speed of a worker, as `Device.speed` says."""
+    account = StepTimeAccount()
+    for line in journal:
+        account.take_ready(line)
+    for row in counted:
+        account.take(row)
+    return account.device.speed(account.run)
 
 
 def _peak(journal: list[SweepLine], samples: list[SweepLine]) -> tuple[int | None, str]:

@@ -23,6 +23,7 @@ from actors.runtime.program import Groups
 from elastic.geometry.layout import Layout
 from pipelines.errors import UserError
 from pipelines.settings import TrainSettings
+from pipelines.training.passes.wait_times import WaitTimes
 from pipelines.training.sharding.sharded import local_tensor
 from pipelines.training.workload.seeds import generator_states
 from pipelines.training.workload.workload import Workload
@@ -49,8 +50,7 @@ class PassObservations:
     by_layout: dict[Layout, PassObservation] = field(default_factory=dict)
     has_reported: bool = False
     """Whether the reason for single microbatches has been printed."""
-    data_wait_s: float = 0.0
-    """The time for which passes have waited for their data."""
+    waits: WaitTimes = field(default_factory=WaitTimes)
 
 
 class PassSize:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -126,8 +125,9 @@ class ShardedReplica:
         if self.parallel.counts_loss and results:
             for index, values in enumerate(zip(*results, strict=True)):
                 sums[index] = torch.stack(values).double().sum()
-        self.sharded.reduce(interrupt)
-        self.moving.reduce()
+        with self.observations.waits.reducing(self.groups.device):
+            self.sharded.reduce(interrupt)
+            self.moving.reduce()
         if self.moving.moving:
             self.pass_size.note_updated_buffers()
         if self.parallel.tp is not None and self.partial_gradients:
@@ -197,9 +197,8 @@ class ShardedReplica:
             SeededSamples(seed, self.samples[number])
             for seed, number in zip(seeds, microbatches, strict=True)
         ]
-        began = time.perf_counter()
-        batch = self.workload.read_pass(parts, self.interrupt_hooks.interrupt)
-        self.observations.data_wait_s += time.perf_counter() - began
+        with self.observations.waits.reading():
+            batch = self.workload.read_pass(parts, self.interrupt_hooks.interrupt)
         return self.workload.feed(batch, device, parallel, *seeds)
 
     def _draw_samples(

@@ -22,6 +22,7 @@ from elastic.protocol.votes import Vote
 from pipelines.settings import TrainSettings
 from pipelines.training.passes.pipeline import torch_pipelining
 from pipelines.training.replica.replica import ShardedReplica
+from pipelines.training.replica.step_flops import ForwardFlops
 from pipelines.training.workload.state import initial_value, state_specs
 from pipelines.training.workload.workload import Workload
 
@@ -37,11 +38,13 @@ def warm_up(
     settings: TrainSettings,
     device: torch.device,
     build: Build = ShardedReplica,
+    counter: ForwardFlops | None = None,
 ) -> None:
     """Build, adopt, compute, apply and evaluate once with a miniature, and leave nothing behind.
 
     This runs torch's lazy imports and fills first-call caches. The process must have no groups. It
-    must run on the training thread, because some of these caches are per thread.
+    must run on the training thread, because some of these caches are per thread. `counter` counts
+    the operations of the miniature's first pass.
     """
     with quick_imports():
         torch_pipelining()
@@ -50,7 +53,10 @@ def warm_up(
     changes = {"batch": 2 * microbatch, "microbatch": microbatch, "eval_samples": 1}
     small = settings.model_copy(update=changes | {"record_samples": None, "compile": False})
     with group_of_one(device) as groups:
-        _one_step(build(miniature, small, groups), miniature, small, groups)
+        replica = build(miniature, small, groups)
+        if counter is not None:
+            counter.watch(replica.sharded.modules[0])
+        _one_step(replica, miniature, small, groups)
 
 
 @contextmanager

@@ -1,0 +1,114 @@
+"""The floating-point operations of a step, and what a device can do at most."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+from torch.utils.hooks import RemovableHandle
+
+from pipelines.settings import TrainSettings
+from pipelines.training.workload.parallel_groups import ALONE
+from pipelines.training.workload.state import build_on_meta
+from pipelines.training.workload.workload import PADDING, Workload
+
+FORWARD_AND_BACKWARD = 6
+"""Operations for each multiplication of a forward pass: a product and a sum, and in the backward
+pass twice as many."""
+PEAK_TFLOPS = {
+    "B200": 2250.0,
+    "B100": 1750.0,
+    "GH200": 989.0,
+    "H200": 989.0,
+    "H100 PCIe": 756.0,
+    "H100 NVL": 835.0,
+    "H100": 989.0,
+    "H800": 989.0,
+    "A100": 312.0,
+    "A800": 312.0,
+    "A30": 165.0,
+    "A10G": 70.0,
+    "A10": 125.0,
+    "L40S": 362.0,
+    "L40": 181.0,
+    "L4": 121.0,
+    "RTX 4090": 165.2,
+    "RTX 3090": 71.0,
+    "MI300X": 1307.0,
+    "MI325X": 1307.0,
+    "MI250X": 383.0,
+}
+"""Dense bfloat16 matrix products by the name of the device, from the makers' data sheets; the first
+name that is a part of the device's counts."""
+HALF = ("bfloat16", "float16")
+
+
+def count_step_flops(workload: Workload, settings: TrainSettings) -> float | None:
+    """The operations of a step's forward and backward passes on all workers together, or None.
+
+    torch counts matrix products, convolutions and attention of a sample on the meta device: no
+    value is computed. Causal attention counts as if it were whole, and recomputation does not
+    count (Chowdhery et al., PaLM, 2022, appendix B). Where a module cannot run there, as one with
+    experts, the costs of its layers count: causal attention by half. The code of a custom module
+    may not expect the meta device: see `ForwardFlops`.
+    """
+    module = build_on_meta(workload, settings).eval()
+    try:
+        fed = workload.feed(workload.empty(1), torch.device("meta"), ALONE, PADDING)
+        with FlopCounterMode(display=False) as counter:
+            workload.losses(module, fed, ALONE).loss.backward()
+    except (NotImplementedError, RuntimeError):
+        products = sum(layer.cost for layer in workload.shape().layers)
+        flops = FORWARD_AND_BACKWARD * products * workload.seq_len
+    else:
+        flops = counter.get_total_flops()
+    return flops * settings.batch or None
+
+
+class ForwardFlops:
+    """Counts the operations of a module's first forward pass, in the warm-up.
+
+    Later passes are left alone: in this one, `torch.compile` compiles nothing.
+    """
+
+    def __init__(self) -> None:
+        self._counter = FlopCounterMode(display=False)
+        self._hooks: list[RemovableHandle] = []
+
+    def watch(self, module: nn.Module) -> None:
+        self._hooks = [
+            module.register_forward_pre_hook(self._begin),
+            module.register_forward_hook(self._end, always_call=True),
+        ]
+
+    def of_step(self, settings: TrainSettings) -> float | None:
+        """The operations of a step, with twice as many in backward, or None if the module was not
+        called. The first pass had one microbatch."""
+        forward = self._counter.get_total_flops()
+        return 3 * forward * settings.batch / settings.microbatch or None
+
+    def _begin(self, module: nn.Module, inputs: Any) -> None:
+        self._counter.__enter__()
+
+    def _end(self, module: nn.Module, inputs: Any, output: Any) -> None:
+        self._counter.__exit__(None, None, None)
+        for hook in self._hooks:
+            hook.remove()
+
+
+def peak_flops(device_name: str, settings: TrainSettings) -> float | None:
+    """The most operations that a device can do in a second, or None if that is not known.
+
+    The table has half precision only: for other data types `peak_tflops` sets the peak.
+    """
+    if settings.peak_tflops is not None:
+        return settings.peak_tflops * 1e12
+    if settings.dtype not in HALF:
+        return None
+    for name, tflops in PEAK_TFLOPS.items():
+        if re.search(rf"\b{re.escape(name)}\b", device_name, re.IGNORECASE):
+            return tflops * 1e12
+    return None
