@@ -14,7 +14,8 @@ RESULTS = FOLDER / "results"
 README = FOLDER / "README.md"
 EXPLANATIONS = FOLDER / "explanations.md"
 NAMES = (
-    "recovery", "churn", "growth", "overhead", "api", "peace", "data", "layouts", "core", "memory",
+    "recovery", "churn", "growth", "overhead", "api", "peace", "data", "scaling",
+    "layouts", "core", "memory",
     "reshard", "snapshot", "checkpoint", "large_model", "long_run",
 )  # fmt: skip
 """All benchmarks in the order of the page."""
