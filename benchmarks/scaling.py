@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from statistics import median
@@ -71,22 +72,23 @@ def measure(
     recipe = f"{SCRIPTS / 'peace_models.py'}:{model}"
     with ExitStack() as stack:
         storage = Path(stack.enter_context(TemporaryDirectory(prefix="scaling-")))
-        sides = []
+        runs = []
         for num_workers, own_batch in zip(counts, batches, strict=True):
             arguments = ["--workers", str(num_workers), "--layout", f"dp={num_workers}"]
             arguments += ["--set", f"batch={own_batch}", "--set", "microbatch=1", *RECIPE_ARGUMENTS]
             folder = storage / str(num_workers)
             run = stack.enter_context(elastic_train(folder, recipe, arguments, environment))
             run.wait_for_world(num_workers, WARM_UP_STEPS, START_TIMEOUT_S)
-            sides.append(Side(run, lambda run=run: run.metrics, run.program.freeze()))
+            runs.append((run, run.program.freeze()))
+        sides = [Side(run, partial(getattr, run, "metrics"), frozen) for run, frozen in runs]
         rounds_s = take_turns(sides, num_blocks, num_steps)
         if not rounds_s:
             raise Failed(f"blocks of {num_steps} steps take too long: give fewer --steps")
         by_run = [list(times_s) for times_s in zip(*rounds_s, strict=True)]
         return [
-            scale_of(kind, num_workers, own_batch, seconds, side.run)
-            for num_workers, own_batch, seconds, side in zip(
-                counts, batches, by_run, sides, strict=True
+            scale_of(kind, num_workers, own_batch, seconds, run)
+            for num_workers, own_batch, seconds, (run, _) in zip(
+                counts, batches, by_run, runs, strict=True
             )
         ]
 

@@ -15,6 +15,8 @@ from torch.nn import functional
 DIMS = (512, 1024, 1024, 512)
 BATCH = 64
 CHECKPOINT_EVERY = 10
+MAX_GRAD_NORM = 1.0
+"""Gradients are clipped to this norm, as the recipe does."""
 PID = os.getpid()
 torch.set_flush_denormal(True)  # as workers of ours do: moments that fade make steps twice as long
 

@@ -17,7 +17,8 @@ import ray
 import ray.train
 import ray.train.torch
 import torch
-from mlp import CHECKPOINT_EVERY, StepLog, loss_of, make_model, make_optimizer
+from mlp import CHECKPOINT_EVERY, MAX_GRAD_NORM, StepLog, loss_of, make_model, make_optimizer
+from torch.nn.utils import clip_grad_norm_
 
 NUM_WORKERS = 4
 
@@ -40,6 +41,7 @@ def train(settings: dict[str, Any]) -> None:
     replica = ray.train.torch.prepare_model(model)
     for step in count(begin):
         loss_of(replica, step, world_rank, world_size).backward()
+        clip_grad_norm_(replica.parameters(), MAX_GRAD_NORM)
         optimizer.step()
         optimizer.zero_grad()
         if world_rank == 0:

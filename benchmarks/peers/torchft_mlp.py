@@ -17,7 +17,8 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torchft
-from mlp import StepLog, loss_of, make_model, make_optimizer
+from mlp import MAX_GRAD_NORM, StepLog, loss_of, make_model, make_optimizer
+from torch.nn.utils import clip_grad_norm_
 from torchft.coordination import LighthouseServer
 
 NUM_REPLICAS = 4
@@ -55,6 +56,7 @@ def train(folder: Path, replica: int, lighthouse: str) -> None:
         before = manager.current_step()
         optimizer.zero_grad()
         loss_of(wrapped, before + 1, replica, NUM_REPLICAS).backward()
+        clip_grad_norm_(wrapped.parameters(), MAX_GRAD_NORM)
         optimizer.step()
         num_participants = manager.num_participants()
         if manager.current_step() > before and manager.participating_rank() == 0:

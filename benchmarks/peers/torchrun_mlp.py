@@ -16,8 +16,9 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from mlp import CHECKPOINT_EVERY, StepLog, loss_of, make_model, make_optimizer
+from mlp import CHECKPOINT_EVERY, MAX_GRAD_NORM, StepLog, loss_of, make_model, make_optimizer
 from torch.nn.parallel import DistributedDataParallel
+from torch.nn.utils import clip_grad_norm_
 
 
 def main(folder: Path, ports: list[str]) -> None:
@@ -39,6 +40,7 @@ def main(folder: Path, ports: list[str]) -> None:
     replica = DistributedDataParallel(model)
     for step in count(begin):
         loss_of(replica, step, world_rank, world_size).backward()
+        clip_grad_norm_(replica.parameters(), MAX_GRAD_NORM)
         optimizer.step()
         optimizer.zero_grad()
         if world_rank == 0:
