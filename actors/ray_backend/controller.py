@@ -143,10 +143,11 @@ class RayController:
                 time.sleep(1.0)
 
     @ray.method(concurrency_group="reports")
-    def report(self, incarnation: int, event: Event) -> None:
+    def report(self, incarnation: int, *events: Event) -> None:
         """Take a worker's events, in its order. It sends events for a dead controller again."""
         if incarnation == self._lease.epoch:
-            self._shell.post(event)
+            for event in events:
+                self._shell.post(event)
 
     @ray.method(concurrency_group="samples")
     def report_sample(self, line: dict[str, Any]) -> None:

@@ -21,6 +21,7 @@ from actors.notices import TimedNotice, watch_this_machine, with_time_left
 from actors.ray_backend.cluster.node_labels import head_host, node_type_here, place_here
 from actors.ray_backend.cluster.sessions import ignore_signals
 from actors.ray_backend.detached_actor import DetachedActor
+from actors.ray_backend.reports import Reports
 from actors.ray_backend.sampling import sample_every_s
 from actors.runtime.factory import Factory
 from actors.runtime.network import Network, listen_address
@@ -31,7 +32,6 @@ from actors.worker.worker_options import Envelope, WorkerOptions
 from actors.worker.worker_output import KeptOutput
 from elastic.protocol.commands import Form
 from elastic.protocol.events import Event, Paused, WorkerRaised, WorkerReady
-from elastic.protocol.reattachment import Outbox
 
 NUM_PORT_TRIES = 20
 
@@ -56,8 +56,7 @@ class RayWorker:
         self._node_type = node_type_here()
         self._controller = controller
         self._orphan_guard = OrphanGuard(orphan_timeout_s)
-        self._outbox = Outbox(incarnation)
-        self._reporting = threading.Lock()
+        self._reports = Reports(controller, incarnation)
         self._sample_now = threading.Event()
         self._num_workers = 1
         self._output = KeptOutput(open_storage(options.run_folder), name)
@@ -81,8 +80,7 @@ class RayWorker:
     @ray.method(concurrency_group="orders")
     def take(self, envelope: Envelope) -> None:
         self._orphan_guard.hear()
-        with self._reporting:
-            self._outbox.note(envelope.incarnation, envelope.order)
+        self._reports.note(envelope.incarnation, envelope.order)
         if isinstance(envelope.order, Form):
             self._num_workers = len(envelope.order.plan.participants)
         self._worker.take(envelope)
@@ -92,9 +90,7 @@ class RayWorker:
         """Greet a restarted controller, which knows the steps up to `committed_step`."""
         self._orphan_guard.hear()
         self._worker.intake.meet(incarnation)
-        with self._reporting:
-            for event in self._outbox.events_to_repeat(incarnation, committed_step):
-                self._controller.report.remote(incarnation, event)
+        self._reports.repeat(incarnation, committed_step)
 
     @ray.method(concurrency_group="probes")
     def newest_generation(self) -> int:
@@ -119,9 +115,7 @@ class RayWorker:
     def _report(self, event: Event) -> None:
         if isinstance(event, WorkerReady):
             event = replace(event, node_type=self._node_type)
-        with self._reporting:
-            self._outbox.add(event)
-            self._controller.report.remote(self._outbox.incarnation, event)
+        self._reports.add(event)
         if isinstance(event, WorkerReady | Paused | WorkerRaised):
             self._sample_now.set()
             self._output.hurry()
