@@ -239,6 +239,66 @@ def replace_truncated_normal(fill: Callable[..., Tensor]) -> Callable[..., Tenso
     return before
 
 
+def flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, is_causal: bool
+) -> tuple[Tensor, Tensor]:
+    """Attention by the device's flash kernel, and the log-sum-exp of each query's scores.
+
+    `scaled_dot_product_attention` does not return the latter, and without it the attention to
+    several blocks of keys cannot be merged. `query` is (batch, heads, queries, head_dim), the
+    log-sum-exp (batch, heads, queries), in float32 or better; `key` and `value` may have fewer
+    heads. With `is_causal` there must be as many keys as queries.
+    """
+    if query.device.type == "cpu":
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+    else:
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention
+    output, log_sum_exp = kernel(query, key, value, 0.0, is_causal)[:2]
+    return output, log_sum_exp
+
+
+def flash_attention_backward(
+    gradient: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    output: Tensor,
+    log_sum_exp: Tensor,
+    is_causal: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """The gradients of query, key and value of `flash_attention`, for which there is no public
+    function.
+
+    `output` and `log_sum_exp` may be those of attention to more keys, of which these are a block:
+    then the gradients are the summands of this block.
+    """
+    # The kernels read along the last dim; the gradient of a sum, for example, has stride 0.
+    gradient = gradient if gradient.stride(-1) == 1 else gradient.contiguous()
+    if query.device.type == "cpu":
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward
+        heads = (gradient, query, key, value, output)
+        on_cpu: tuple[Tensor, Tensor, Tensor] = kernel(*heads, log_sum_exp, 0.0, is_causal)
+        return on_cpu
+    # The kernel reads the state of the random generator only with dropout.
+    state = torch.zeros(2, dtype=torch.uint64, device=query.device)
+    kernel = torch.ops.aten._scaled_dot_product_flash_attention_backward
+    gradients: tuple[Tensor, Tensor, Tensor] = kernel(
+        gradient,
+        query,
+        key,
+        value,
+        output,
+        log_sum_exp.contiguous(),
+        *(None, None),  # no sequences of various lengths
+        *(query.shape[2], key.shape[2]),
+        0.0,
+        is_causal,
+        state,
+        query.new_empty(0),
+    )
+    return gradients
+
+
 def direct_parameters(module: nn.Module) -> dict[str, Tensor | None]:
     """The table of a module's own parameters, to be changed in place.
 

@@ -15,7 +15,12 @@ from torch import Tensor
 from torch.multiprocessing import start_processes
 from torch.nn.functional import scaled_dot_product_attention
 
-from pipelines.training.models.ring_attention import ring_attention
+from pipelines.training.models.ring_attention import (
+    FlashRingAttention,
+    TiledRingAttention,
+    ring_attention,
+    uses_flash,
+)
 from pipelines.training.workload.ring import CPU_TILE, Ring, positions
 
 NUM_PROCESSES = 4
@@ -36,6 +41,8 @@ class Case(NamedTuple):
     kv_heads: int = 2
     with_documents: bool = False
     batch: int = 2
+    function: str = "chosen"
+    head_dim: int = HEAD_DIM
 
     def __str__(self) -> str:
         return "-".join(map(str, self))
@@ -50,6 +57,17 @@ CASES = (
     ),
     *(Case(3, 19, heads=3, kv_heads=kv_heads) for kv_heads in (1, 3)),
     *(Case(4, 37, dtype, with_documents=True) for dtype in (torch.float32, torch.bfloat16)),
+    *(
+        Case(size, length, function="flash")
+        for size in MEMBERS
+        for length in (1, 5, 16, 19, CPU_TILE + 3)
+    ),
+    *(Case(3, 19, heads=3, kv_heads=kv_heads, function="flash") for kv_heads in (1, 3)),
+    *(
+        Case(4, 37, dtype, function=function)
+        for dtype in (torch.float32, torch.bfloat16)
+        for function in ("flash", "tiles", "chosen")
+    ),
     Case(2, 5 * CPU_TILE + 3, heads=1, kv_heads=1, batch=1),
     Case(2, 5 * CPU_TILE + 3, heads=1, kv_heads=1, batch=1, with_documents=True),
 )
@@ -67,7 +85,9 @@ class Tensors(NamedTuple):
 def build_inputs(case: Case) -> tuple[Tensors, Tensor | None]:
     """The inputs, equal in every process, and documents with another border in each sample."""
     generator = torch.Generator().manual_seed(case.length)
-    shapes = [(case.batch, case.length, heads, HEAD_DIM) for heads in (case.heads, case.kv_heads)]
+    shapes = [
+        (case.batch, case.length, heads, case.head_dim) for heads in (case.heads, case.kv_heads)
+    ]
     tensors = [torch.randn(shapes[i], generator=generator).to(case.dtype) for i in (0, 1, 1, 0)]
     begins = torch.rand(case.batch, case.length, generator=generator) < 4 / case.length
     return Tensors(*tensors), begins.cumsum(1) if case.with_documents else None
@@ -100,7 +120,10 @@ def ring_results(case: Case, group: dist.ProcessGroup, device: str = "cpu") -> T
     own_positions = positions(case.length, group.rank(), group.size())
 
     def attend(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        return ring_attention(query, key, value, case.length, group, documents)
+        if case.function == "chosen":
+            return ring_attention(query, key, value, case.length, group, documents)
+        function = FlashRingAttention if case.function == "flash" else TiledRingAttention
+        return function.apply(query, key, value, Ring(case.length, group, documents))
 
     return forward_and_backward(
         attend, Tensors(*(tensor[:, own_positions].to(device) for tensor in tensors))
@@ -210,6 +233,12 @@ def test_every_rank_has_the_same_share_of_the_causal_pairs(length, num_cp_ranks)
     ]
     divides = length % (2 * num_cp_ranks) == 0
     assert max(shares) - min(shares) <= (0 if divides else 2 * length)
+
+
+def test_the_flash_kernel_computes_blocks_on_the_cpu_in_float32_only() -> None:
+    heads = torch.zeros(1, 2, 5, HEAD_DIM)
+    chosen = {dtype: uses_flash(*[heads.to(dtype)] * 3) for dtype in TOLERANCES}
+    assert chosen == {torch.float64: False, torch.float32: True, torch.bfloat16: False}
 
 
 def test_tensors_of_another_length_are_refused() -> None:

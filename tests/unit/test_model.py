@@ -15,7 +15,7 @@ from pipelines.settings import MlpSettings, TrainSettings, TransformerSettings
 from pipelines.training.models.language_model import LanguageModelWorkload
 from pipelines.training.models.mlp import MlpWorkload
 from pipelines.training.models.next_token import IGNORED
-from pipelines.training.models.transformer import Transformer, document_mask, rotary, rotate
+from pipelines.training.models.transformer import Transformer, rotary, rotate
 from pipelines.training.workload.parallel_groups import ALONE
 from pipelines.training.workload.state import initial_value, state_specs
 from pipelines.training.workload.workload import PADDING, forward_loss
@@ -59,13 +59,6 @@ def test_document_is_predicted_as_if_it_were_alone() -> None:
         alone = model(tokens[:, first:last])
         torch.testing.assert_close(together[:, first:last], alone)
     assert not torch.allclose(together[:, 4:], model(tokens)[:, 4:])
-
-
-def test_batch_of_single_documents_needs_no_mask() -> None:
-    assert document_mask(tokens_of([1, 1, 1], [2, 2, 2]), CPU) is None
-    mask = document_mask(tokens_of([1, 1, 2], [2, 2, 2]), CPU)
-    assert mask[0, 0].int().tolist() == [[1, 0, 0], [1, 1, 0], [0, 0, 1]]
-    assert mask[1, 0].int().tolist() == [[1, 0, 0], [1, 1, 0], [1, 1, 1]]
 
 
 def test_grouped_query_heads_equal_repeated_full_heads() -> None:

@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from actors.distributed.torch_private import flash_attention, flash_attention_backward
+from pipelines.training.models.flash_attention import MergedBlocks, has_flash_kernel
 from pipelines.training.workload.ring import Hop, Ring
 
 
@@ -26,7 +28,8 @@ def ring_attention(
     `query` is (batch, heads, local length, head_dim); `key` and `value` have as many heads, or
     fewer with one for each group of query heads. `documents`, int64 (batch, length) and equal on
     all ranks, numbers the document of each token; a query attends only to its own document.
-    Returns the shape and dtype of `query`; the softmax is computed in float32 or better.
+    Returns the shape and dtype of `query`; the softmax is computed in float32 or better, and so are
+    the sums over blocks.
 
     All ranks of the group, two or more, must call it and its backward. Errors of the group
     propagate. Raises `ValueError` for a wrong shape.
@@ -34,19 +37,90 @@ def ring_attention(
     Liu et al., Ring Attention, 2023; softmax and gradients by tiles: Dao et al., FlashAttention,
     2022, algorithms 1 and 4.
     """
-    ring = Ring(length, group, None if documents is None else documents.to(query.device))
+    separate = documents
+    if documents is not None and bool((documents == documents[:, :1]).all()):
+        separate = None  # one document in each sample: plain causal attention
+    ring = Ring(length, group, None if separate is None else separate.to(query.device))
     held = ring.num_held(ring.cp_rank)
     if query.shape[2] != held or key.shape[2] != held or key.shape != value.shape:
         shapes = ", ".join(str(tuple(tensor.shape)) for tensor in (query, key, value))
         raise ValueError(f"query, key, value are {shapes}, but this rank has {held} positions")
     if documents is not None and documents.shape != (query.shape[0], length):
         raise ValueError(f"documents are {tuple(documents.shape)}, not (batch, {length})")
-    attended: Tensor = _RingAttention.apply(query, key, value, ring)
+    by_flash = separate is None and uses_flash(query, key, value)
+    inputs = (query, key, value, ring)
+    attended: Tensor = (
+        FlashRingAttention.apply(*inputs) if by_flash else TiledRingAttention.apply(*inputs)
+    )
     return attended
 
 
-class _RingAttention(torch.autograd.Function):
-    """Queries stay; keys and values circulate, in backward followed by their gradients."""
+def uses_flash(query: Tensor, key: Tensor, value: Tensor) -> bool:
+    """Whether the library's flash kernel computes the blocks, instead of the tiles of this file.
+
+    The choice need not be equal on all ranks: the messages are. On the CPU, the kernel is faster in
+    float32 only (docs/facts.md).
+    """
+    on_cpu = query.device.type == "cpu"
+    return query.dtype == torch.float32 if on_cpu else has_flash_kernel(query, key, value)
+
+
+class FlashRingAttention(torch.autograd.Function):
+    """Ring attention without documents by the library's kernel: one call for each rank's keys."""
+
+    @staticmethod
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Tensor:
+        merged = MergedBlocks(query)
+        for source, block in ring.circulate(block_of(key, value, ring)):
+            visible = ring.visible_keys(source)
+            if visible is not None:
+                rows, columns, is_causal = visible
+                keys, values = block.unflatten(1, key.shape[:2])[:, :, :, columns]
+                part = flash_attention(query[:, :, rows], keys, values, is_causal)
+                merged.add(rows, *part)
+        attended, log_sum_exp = merged.result()
+        output = attended.to(query.dtype)
+        ctx.save_for_backward(query, key, value, output, log_sum_exp)
+        ctx.ring = ring
+        return output
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad_output: Tensor) -> tuple[Tensor, Tensor, Tensor, None]:
+        query, key, value, output, log_sum_exp = ctx.saved_tensors
+        ring: Ring = ctx.ring
+        query_grad = torch.zeros_like(query, dtype=exact_dtype(query))
+        hop = None
+        for source, block in ring.circulate(block_of(key, value, ring)):
+            block_grad = torch.zeros_like(block, dtype=exact_dtype(query))
+            visible = ring.visible_keys(source)
+            if visible is not None:
+                rows, columns, is_causal = visible
+                keys, values = block.unflatten(1, key.shape[:2])[:, :, :, columns]
+                heads = (grad_output[:, :, rows], query[:, :, rows], keys, values)
+                of_rows = (output[:, :, rows], log_sum_exp[:, :, rows])
+                grads = flash_attention_backward(*heads, *of_rows, is_causal)
+                query_grad[:, :, rows] += grads[0]
+                by_sample = block_grad.unflatten(1, key.shape[:2])
+                by_sample[0, :, :, columns], by_sample[1, :, :, columns] = grads[1:]
+            if hop is not None:
+                block_grad += hop.wait()
+            hop = Hop(block_grad, ring)
+        assert hop is not None
+        key_grad, value_grad = hop.wait()[:, :, : key.shape[2]]
+        return (
+            query_grad.to(query.dtype),
+            key_grad.to(key.dtype).reshape(key.shape),
+            value_grad.to(value.dtype).reshape(value.shape),
+            None,
+        )
+
+
+class TiledRingAttention(torch.autograd.Function):
+    """Ring attention by tiles of scores, with or without documents, on any device.
+
+    Queries stay; keys and values circulate, in backward followed by their gradients.
+    """
 
     @staticmethod
     def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, ring: Ring) -> Tensor:

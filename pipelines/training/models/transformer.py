@@ -7,9 +7,9 @@ from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 
 from pipelines.settings import TransformerSettings
+from pipelines.training.models.document_attention import DocumentAttention
 from pipelines.training.models.experts import FeedForward, MixtureOfExperts
 from pipelines.training.models.keyed_dropout import KeyedDropout
 from pipelines.training.models.ring_attention import ring_attention
@@ -19,12 +19,12 @@ from pipelines.training.workload.ring import positions
 
 class Frame(NamedTuple):
     """Inputs that all layers share in one forward pass: the full sequence length, the rotary angles
-    of this rank's tokens, the attention mask or the documents, and the dropout seed of each
-    microbatch of the pass."""
+    of this rank's tokens, the attention of whole sequences or the documents of sharded ones, and
+    the dropout seed of each microbatch of the pass."""
 
     length: int
     rotation: Tensor
-    mask: Tensor | None
+    attend: DocumentAttention | None
     documents: Tensor | None
     seeds: tuple[int, ...] | None
     is_padding: bool
@@ -35,10 +35,11 @@ class Transformer(nn.Module):
 
     `forward(tokens, documents, seeds)` takes int64 tokens (batch, length) and returns logits
     (batch, length, vocabulary). `documents` is None or the document number of each token (batch,
-    length), int; tokens do not attend across documents. `seeds` is None or the random seed of
-    each sample's microbatch (batch,), negative for padding. A stage without embedding takes hidden
-    states (batch, length, dim); one without head returns them. If `parallel` shards the sequence,
-    `length` is this rank's part, except in `documents`.
+    length), int, on the host; tokens do not attend across documents, and those of a document must
+    be consecutive. `seeds` is None or the random seed of each sample's microbatch (batch,),
+    negative for padding. A stage without embedding takes hidden states (batch, length, dim); one
+    without head returns them. If `parallel` shards the sequence, `length` is this rank's part,
+    except in `documents`.
     """
 
     def __init__(self, settings: TransformerSettings, parallel: ParallelGroups = ALONE) -> None:
@@ -73,12 +74,12 @@ class Transformer(nn.Module):
         held = positions(length, parallel.cp_rank, parallel.num_cp).to(device)
         head_dim = settings.dim // settings.num_heads
         each = () if seeds is None else tuple(seeds.unique_consecutive().tolist())
-        mask = document_mask(documents, device) if parallel.cp is None else None
+        is_whole = parallel.cp is None
         return Frame(
             length,
             rotary(held, head_dim, settings.rope_theta),
-            mask,
-            documents if mask is None else None,
+            DocumentAttention(documents, device) if is_whole else None,
+            None if is_whole else documents,
             each if each and settings.dropout and self.training else None,
             is_padding=bool(each) and each[0] < 0,
         )
@@ -136,14 +137,8 @@ class Attention(nn.Module):
         if self.ring is not None:
             attended = ring_attention(query, key, value, frame.length, self.ring, frame.documents)
         else:
-            attended = functional.scaled_dot_product_attention(
-                query,
-                key,
-                value,
-                attn_mask=frame.mask,
-                is_causal=frame.mask is None,
-                enable_gqa=query.shape[1] != key.shape[1],
-            )
+            assert frame.attend is not None
+            attended = frame.attend(query, key, value)
         output: Tensor = self.wo(attended.transpose(1, 2).flatten(2))
         return output
 
@@ -168,20 +163,6 @@ def rotate(heads: Tensor, rotation: Tensor) -> Tensor:
     first, second = heads.to(exact).chunk(2, dim=-1)
     turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
     return turned.to(heads.dtype)
-
-
-def document_mask(documents: Tensor | None, device: torch.device) -> Tensor | None:
-    """The mask (batch, 1, length, length), True where a query may attend to a key: same document,
-    not later.
-
-    `documents` (batch, length), on the host, numbers the document of each token. Returns None if no
-    sample has more than one document: plain causal attention is equivalent and faster.
-    """
-    if documents is None or bool((documents == documents[:, :1]).all()):
-        return None
-    documents = documents.to(device)
-    same = documents[:, None, :, None] == documents[:, None, None, :]
-    return same.tril()
 
 
 def initial_std(name: str, settings: TransformerSettings) -> float:

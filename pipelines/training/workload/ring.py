@@ -55,6 +55,18 @@ class Tile(NamedTuple):
     masked: Tensor | None
 
 
+class VisibleKeys(NamedTuple):
+    """Some local queries, and the keys of one rank that they attend to.
+
+    Each query attends to each of the keys, or if `is_causal` to those up to its own index: then
+    both have the same length.
+    """
+
+    queries: slice
+    keys: slice
+    is_causal: bool
+
+
 @dataclass(frozen=True)
 class Ring:
     """A sequence of `length` on the ranks of a group; each rank sends blocks to the next.
@@ -87,6 +99,23 @@ class Ring:
             yield (self.cp_rank - step) % self.size, block
             if hop is not None:
                 block = hop.wait()
+
+    def visible_keys(self, source: int) -> VisibleKeys | None:
+        """What this rank's queries attend to among the keys of rank `source`, without documents.
+
+        An earlier rank's late chunk is later than all of this rank's queries, and a later rank's
+        chunks lie between this rank's two. So one block describes each source. None if it is empty.
+        """
+        num_queries, num_keys = self.num_held(self.cp_rank), self.num_held(source)
+        first_query = 0
+        if source < self.cp_rank:
+            num_keys = len(chunks(self.length, source, self.size)[0])
+        elif source > self.cp_rank:
+            first_query = len(chunks(self.length, self.cp_rank, self.size)[0])
+        if first_query == num_queries or num_keys == 0:
+            return None
+        is_causal = source == self.cp_rank
+        return VisibleKeys(slice(first_query, num_queries), slice(0, num_keys), is_causal)
 
     def tiles(self, source: int, device: torch.device) -> Iterator[Tile]:
         """Yield the tiles of this rank's queries with the keys of rank `source`.
