@@ -11,10 +11,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
+from actors.host_memory.host_copy import clone_buffers
 from actors.runtime.faults import FaultInjector
 from actors.snapshots.buffer import NO_STEP
 from actors.snapshots.memory_layout import MemoryLayout, sizes_of
-from actors.snapshots.side_stream import clone_buffers
 from actors.snapshots.sink import PendingSnapshot, Sink
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.tensor_specs import TensorSpec
@@ -114,7 +114,7 @@ class Snapshots:
         self._is_patient = True
 
     def await_copied(self) -> None:
-        """Called before the tensors change: they have been copied, or the copy is cancelled."""
+        """Called before the tensors change, which a GPU does only once they have been copied."""
         if self._under_way:
             self._under_way.await_copied()
 
@@ -124,6 +124,8 @@ class Snapshots:
         self._kept_step = self._due_step = NO_STEP
 
     def _close_sink(self) -> None:
+        if self._under_way:
+            self._under_way.stop()
         self.await_copied()
         if self._sink is not None:
             self._sink.close()

@@ -12,13 +12,13 @@ from torch import Tensor
 from actors.distributed.bandwidth import measure_bandwidths
 from actors.distributed.groups import Formation
 from actors.distributed.state_transfer import Moved, TensorPieces, move, stage
+from actors.host_memory.host_copy import clone_buffers
 from actors.runtime.code_digest import digest_of_program
 from actors.runtime.compute_time import compute_times
 from actors.runtime.faults import FaultInjector
 from actors.runtime.interruption import Interruption
 from actors.runtime.program import Program, Replica, StateBytes
 from actors.snapshots.memory_layout import read_snapshot
-from actors.snapshots.side_stream import clone_buffers
 from actors.snapshots.worker_snapshots import Snapshots
 from actors.storage.errors import StepMismatch
 from actors.storage.storage import open_storage
