@@ -87,8 +87,8 @@ class Trainer:
         self.faults = FaultInjector(self.worker, self.options.faults)
         self.specs = self.program.specs()
         every, secret = self.options.snapshot_every, self.options.secret
-        snapshots = Snapshots(self.worker, self.node, self.specs, every, self.faults, secret=secret)
-        self.snapshots = snapshots
+        source = (self.worker, self.node, self.specs, every, self.faults)
+        self.snapshots = Snapshots(*source, secret=secret, report=self.report)
         run = open_storage(self.options.run_folder)
         self.statistics = StatisticsLog(run)
         self.writer = PartWriter(self.worker, run, self.program, self.faults, self.report)

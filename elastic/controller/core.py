@@ -95,6 +95,7 @@ from elastic.protocol.phases import (
     Saving,
     Waiting,
 )
+from elastic.protocol.snapshot_timed import SnapshotTimed
 from elastic.protocol.step_records import RecordsSent
 
 
@@ -165,8 +166,9 @@ class Core:
                 | SnapshotServerSuspected()
                 | SnapshotServerLost()
                 | SnapshotServerReported()
+                | SnapshotTimed()
             ):
-                return snapshots.on_snapshot_server(state, now, event)
+                return snapshots.on_snapshots(state, now, event)
             case WorkerReady():
                 return membership.add_ready_worker(state, now, event)
             case WorkerLost():

@@ -8,6 +8,7 @@ from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Job
 from elastic.protocol.controller_events import ControllerEvent
 from elastic.protocol.policy import Policy
+from elastic.protocol.snapshot_timed import SnapshotTimed
 from elastic.protocol.step_records import RecordsSent
 from elastic.protocol.votes import StepRecord, Vote
 from elastic.reshard.snapshot_placement import ParitySlot, Slot, SnapshotServer
@@ -342,10 +343,8 @@ class Checkpointed:
 
 @dataclass(frozen=True, slots=True)
 class LayoutRequested:
-    """A user requests another target layout, from the next step boundary on.
-
-    `request` identifies the answer. The run's number of workers does not change.
-    """
+    """A user requests another target layout from the next step boundary on, for the same number of
+    workers; `request` identifies the answer."""
 
     request: str
     target_layout: TargetLayout
@@ -378,6 +377,7 @@ Event = (
     | SnapshotServerSuspected
     | SnapshotServerLost
     | SnapshotServerReported
+    | SnapshotTimed
     | GroupFormed
     | StateReady
     | StepCommitted

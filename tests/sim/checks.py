@@ -51,6 +51,7 @@ from elastic.protocol.events import (
     WorkerRaised,
 )
 from elastic.protocol.phases import Aborting, Ended, Forming, Pausing, Resharding, Running, Waiting
+from elastic.protocol.snapshot_timed import SnapshotTimed
 from elastic.protocol.step_records import RecordsSent
 from elastic.reshard.snapshot_placement import ParitySlot
 
@@ -59,6 +60,7 @@ GENERATION_BOUND = (
     | StateReady
     | StepCommitted
     | ComputeTimed
+    | SnapshotTimed
     | Evaluated
     | Audited
     | Paused
