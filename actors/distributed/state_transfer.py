@@ -21,6 +21,8 @@ from torch.distributed import ProcessGroup, Work
 
 from actors.distributed.stall import wait_for
 from actors.distributed.torch_private import coalesced_exchange
+from actors.host_memory.host_copy import HostCopy, copy_tensors
+from actors.host_memory.host_ring import HostRing, TensorPair, ring_for
 from elastic.geometry.regions import Region
 from elastic.geometry.tensor_specs import TensorSpec
 from elastic.reshard.transfers import Piece, Transfers
@@ -110,31 +112,43 @@ def move(
         assert group is not None
         exchange = _Exchange(group, device, moved, check)
         exchange.begin(_steps(group, outgoing, incoming))
+    pairs: list[TensorPair] = []
     for copy in transfers.copies:
         name, held = specs[copy.tensor].name, transfers.old_regions[copy.part][copy.tensor]
         source = _view(old[copy.part][name], held, copy.region)
         target = _view(new[name], transfers.new_regions[copy.tensor], copy.region)
-        target.copy_(source)
+        pairs.append((source, target))
         moved.bytes_copied += source.nbytes
+    copy_tensors(pairs)
     if exchange is not None:
         exchange.finish()
     return new, moved
 
 
 def stage(
-    specs: Sequence[TensorSpec], transfers: Transfers, held: dict[str, Tensor]
+    specs: Sequence[TensorSpec],
+    transfers: Transfers,
+    held: dict[str, Tensor],
+    ring: HostRing | None = None,
 ) -> dict[str, Tensor]:
-    """Move the held tensors that do not stay in place to pinned host memory, one by one.
+    """Move the held tensors that do not stay in place from the GPU to host memory.
 
-    So a GPU never holds the old and the new part at once. Empties `held`; returns all of them.
+    So a GPU never holds the old and the new part at once. Returns all held tensors, and empties
+    `held` unless it raises. `ring`: as for `HostCopy`.
     """
-    staged: dict[str, Tensor] = {}
-    for index in sorted(transfers.own_regions):
-        name = specs[index].name
-        tensor = held.pop(name)
-        if index not in transfers.kept and tensor.is_cuda:
-            tensor = torch.empty_like(tensor, device="cpu", pin_memory=True).copy_(tensor)
-        staged[name] = tensor
+    ring = ring or ring_for(held.values())
+    indices = {specs[index].name: index for index in sorted(transfers.own_regions)}
+    staged = {name: held[name] for name in indices}
+    if ring is not None:
+        moving = [
+            name
+            for name, index in indices.items()
+            if index not in transfers.kept and ring.engine.owns(held[name])
+        ]
+        sources = [staged[name] for name in moving]
+        staged.update(zip(moving, HostCopy(sources, ring).to_host(sources), strict=True))
+    for name in staged:
+        del held[name]
     return staged
 
 
@@ -219,8 +233,7 @@ class _Slot:
         if window.is_contiguous and window.parts[0].device.type == self.device.type:
             return _as_bytes(window.parts[0])
         buffer = self._buffer("outgoing", window)
-        for part, packed in window.within(buffer):
-            packed.copy_(part)
+        copy_tensors(list(window.within(buffer)))
         return buffer
 
     def _receive_buffer(self, window: TransferWindow) -> Tensor:

@@ -94,7 +94,7 @@ class RayFleet:
         self._agents: dict[str, Any] = {}
         self._heard: set[str] = set()
         self._servers = SnapshotServers(
-            run_name, self._start_server, post, has_standbys=options.snapshot_every > 0
+            run_name, self._start_server, post, has_standbys=options.snapshot_every != 0
         )
         self._store: Any = None
         self._drains = Drains(post)

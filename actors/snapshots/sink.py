@@ -11,6 +11,8 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from actors.host_memory.host_copy import CopyStopped, HostCopy
+from actors.host_memory.host_ring import HostRing
 from actors.runtime.faults import FaultInjector
 from actors.runtime.handshake import connect_local, connect_remote
 from actors.snapshots.buffer import NOT_WHOLE, NUM_VERSIONS, PEER_TIMEOUT_S, SnapshotBuffer, Version
@@ -18,7 +20,6 @@ from actors.snapshots.memory_layout import MemoryLayout
 from actors.snapshots.messages import receive_message, send_message
 from actors.snapshots.parity import parity_request
 from actors.snapshots.server import put_snapshot
-from actors.snapshots.side_stream import SideStream
 from elastic.geometry.assignment import Assignment
 from elastic.protocol.commands import StartSnapshots
 from elastic.reshard.snapshot_placement import SnapshotServer
@@ -32,35 +33,40 @@ class PendingSnapshot:
     kept_step: int
     assignment: Assignment
     tensors: Mapping[str, Tensor]
+    ring: HostRing | None = None
+    """As for `HostCopy`."""
     done: threading.Event = field(default_factory=threading.Event)
     is_whole: bool = False
     error: Exception | None = None
 
     def __post_init__(self) -> None:
-        self._copied = threading.Event()
         self._beginning = threading.Lock()
         self._is_cancelled = self._has_begun = False
-        self._stream = SideStream(self.tensors.values())
+        self._copy = HostCopy(self.tensors.values(), self.ring)
 
     def copy_to(self, places: Mapping[str, Tensor]) -> bool:
-        """Copy the tensors, unless the copy was cancelled; returns whether they were copied."""
+        """Copy the tensors, unless the copy is cancelled; returns whether they were copied."""
         with self._beginning:
             self._has_begun = not self._is_cancelled
+        if not self._has_begun:
+            return False
         try:
-            if self._has_begun:
-                with self._stream.copying():
-                    for name, place in places.items():
-                        place.copy_(self.tensors[name].detach())
-        finally:
-            self._copied.set()
-        return self._has_begun
+            self._copy.run([(self.tensors[name], place) for name, place in places.items()])
+        except CopyStopped:
+            return False
+        return True
 
     def await_copied(self) -> None:
-        """Wait until the tensors have been copied; cancel the copy if it has not begun."""
+        """Called before the tensors change: see `HostCopy.hold_changes`. Cancels the copy if it has
+        not begun."""
         with self._beginning:
             self._is_cancelled = not self._has_begun
         if not self._is_cancelled:
-            self._copied.wait()
+            self._copy.hold_changes()
+
+    def stop(self) -> None:
+        """Break off the copy: the snapshot will not be complete."""
+        self._copy.stop()
 
 
 class Sink:

@@ -11,15 +11,19 @@ from collections.abc import Callable, Mapping, Sequence
 
 from torch import Tensor
 
+from actors.host_memory.host_copy import clone_buffers
 from actors.runtime.faults import FaultInjector
 from actors.snapshots.buffer import NO_STEP
 from actors.snapshots.memory_layout import MemoryLayout, sizes_of
-from actors.snapshots.side_stream import clone_buffers
 from actors.snapshots.sink import PendingSnapshot, Sink
+from actors.snapshots.snapshot_cost import SnapshotCost
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.tensor_specs import TensorSpec
 from elastic.protocol.commands import StartSnapshots
+from elastic.protocol.events import Event
+from elastic.protocol.snapshot_events import SnapshotTimed
 from elastic.reshard.parity import ballot_of
+from elastic.reshard.snapshot_interval import interval_for
 
 POLL_EVERY_S = 0.02
 PATIENCE_S = 5.0
@@ -38,8 +42,14 @@ class Snapshots:
         faults: FaultInjector | None = None,
         *,
         secret: bytes,
+        report: Callable[[Event], None] = lambda _: None,
     ) -> None:
-        """`secret` is the run's, which all its snapshot servers know."""
+        """`every` counts unless an order has another interval. `secret` is the run's, which all its
+        snapshot servers know."""
+        self._report = report
+        self._cost = SnapshotCost()
+        self._timed: StartSnapshots | None = None
+        """The order under which the cost was reported."""
         self._secret = secret
         self._faults = faults or FaultInjector(worker)
         self._worker, self._node, self._specs, self._every = worker, node, specs, every
@@ -70,13 +80,23 @@ class Snapshots:
             self._kept_step = self._due_step
 
     def begin(self, step: int, assignment: Assignment, tensors: Mapping[str, Tensor]) -> None:
-        """Begin a snapshot if one is due and no older one is still under way."""
+        """Called at each step boundary: begin a snapshot if one is due and no older one is still
+        under way."""
+        self._cost.end_step()
+        self._report_cost()
+        with self._cost.spending():
+            self._begin(step, assignment, tensors)
+
+    def _begin(self, step: int, assignment: Assignment, tensors: Mapping[str, Tensor]) -> None:
         order = self._order
-        if order is None or order.generation != assignment.generation or step % self._every:
+        if order is None or order.generation != assignment.generation:
+            return
+        if not self._is_due(order, step):
             return
         self._due_step = step
         if self._sink is None or self._sink.order is not order:
             self._close_sink()
+            self._cost.forget_snapshots()
             layout = MemoryLayout.of(self._specs, assignment, self._worker)
             members = next((workers for workers in order.sets if self._worker in workers), ())
             sizes = sizes_of(self._specs, assignment, members)
@@ -91,6 +111,20 @@ class Snapshots:
         still = clone_buffers(self._specs, tensors)
         self._under_way = PendingSnapshot(step, self._kept_step, assignment, still)
         self._sink.begin(self._under_way)
+        self._cost.note_begun()
+
+    def _is_due(self, order: StartSnapshots, step: int) -> bool:
+        return step % (order.every or self._every) == 0
+
+    def _report_cost(self) -> None:
+        """Report what snapshots cost if another interval would suit them, once for each order."""
+        order, share = self._order, self._cost.share
+        is_new = self._sink is not None and self._sink.order is order and self._timed is not order
+        if order is None or not order.every or share is None or not is_new:
+            return
+        if interval_for(share, order.every) != order.every:
+            self._timed = order
+            self._report(SnapshotTimed(self._worker, order.generation, share))
 
     def await_whole(self, check: Callable[[], None]) -> None:
         """Called before a vote: wait until the snapshot is complete at every server.
@@ -98,13 +132,20 @@ class Snapshots:
         `check` may raise meanwhile. If a server is gone, this waits up to `PATIENCE_S` for the
         controller to name another. Raises the exception that broke the copy.
         """
+        with self._cost.spending():
+            self._await_whole(check)
+
+    def _await_whole(self, check: Callable[[], None]) -> None:
         deadline = time.monotonic() + PATIENCE_S * self._is_patient
         while (snapshot := self._under_way) and not snapshot.is_whole:
             if snapshot.error:
                 raise snapshot.error
             if snapshot.done.wait(POLL_EVERY_S) and not snapshot.is_whole:
-                if self._sink and self._order is not self._sink.order:
-                    self.begin(snapshot.step, snapshot.assignment, snapshot.tensors)
+                order = self._order
+                if order and not self._is_due(order, snapshot.step):
+                    return  # a longer interval has been ordered meanwhile
+                if self._sink and order is not self._sink.order:
+                    self._begin(snapshot.step, snapshot.assignment, snapshot.tensors)
                 else:
                     time.sleep(POLL_EVERY_S)
             if time.monotonic() > deadline:
@@ -114,7 +155,11 @@ class Snapshots:
         self._is_patient = True
 
     def await_copied(self) -> None:
-        """Called before the tensors change: they have been copied, or the copy is cancelled."""
+        """Called before the tensors change, which a GPU does only once they have been copied."""
+        with self._cost.spending():
+            self._release()
+
+    def _release(self) -> None:
         if self._under_way:
             self._under_way.await_copied()
 
@@ -122,9 +167,12 @@ class Snapshots:
         self._close_sink()
         self._order, self._is_patient = None, True
         self._kept_step = self._due_step = NO_STEP
+        self._cost.end_generation()
 
     def _close_sink(self) -> None:
-        self.await_copied()
+        if self._under_way:
+            self._under_way.stop()
+        self._release()
         if self._sink is not None:
             self._sink.close()
         self._sink = self._under_way = None

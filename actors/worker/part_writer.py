@@ -9,13 +9,14 @@ import queue
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import Tensor
 
+from actors.host_memory.host_copy import HostCopy
+from actors.host_memory.host_ring import HostRing
 from actors.runtime.faults import FaultInjector
 from actors.runtime.program import Program
-from actors.snapshots.side_stream import SideStream
 from actors.storage.checkpoint_files import folder_of, part_name
 from actors.storage.storage import Storage
 from elastic.geometry.regions import Region
@@ -31,21 +32,21 @@ class CheckpointPart:
     step: int
     generation: int
     tensors: dict[str, tuple[Region, Tensor]]
-    copied: threading.Event = field(default_factory=threading.Event)
+    ring: HostRing | None = None
+    """As for `HostCopy`."""
 
     def __post_init__(self) -> None:
-        self._stream = SideStream(tensor for _, tensor in self.tensors.values())
+        self._copy = HostCopy([tensor for _, tensor in self.tensors.values()], self.ring)
 
     def copy(self) -> None:
         """Copy the tensors to host memory."""
-        try:
-            with self._stream.copying():
-                self.tensors = {
-                    name: (region, tensor.detach().to("cpu", copy=True))
-                    for name, (region, tensor) in self.tensors.items()
-                }
-        finally:
-            self.copied.set()
+        regions, trained = zip(*self.tensors.values(), strict=True) if self.tensors else ((), ())
+        copied = zip(regions, self._copy.to_host(trained), strict=True)
+        self.tensors = dict(zip(self.tensors, copied, strict=True))
+
+    def hold_changes(self, timeout_s: float) -> bool:
+        """See `HostCopy.hold_changes`."""
+        return self._copy.hold_changes(timeout_s)
 
 
 class PartWriter:
@@ -90,9 +91,10 @@ class PartWriter:
             time.sleep(LOOK_EVERY_S)
 
     def await_copied(self, check: Callable[[], None] = lambda: None) -> None:
-        """Wait until the tensors may change; `check` may raise meanwhile."""
+        """Wait until the tensors may change: see `HostCopy.hold_changes`. `check` may raise
+        meanwhile."""
         if self._newest is not None:
-            while not self._newest.copied.wait(LOOK_EVERY_S):
+            while not self._newest.hold_changes(LOOK_EVERY_S):
                 check()
             self._newest = None
 

@@ -12,13 +12,13 @@ from torch import Tensor
 from actors.distributed.bandwidth import measure_bandwidths
 from actors.distributed.groups import Formation
 from actors.distributed.state_transfer import Moved, TensorPieces, move, stage
+from actors.host_memory.host_copy import clone_buffers
 from actors.runtime.code_digest import digest_of_program
 from actors.runtime.compute_time import compute_times
 from actors.runtime.faults import FaultInjector
 from actors.runtime.interruption import Interruption
 from actors.runtime.program import Program, Replica, StateBytes
 from actors.snapshots.memory_layout import read_snapshot
-from actors.snapshots.side_stream import clone_buffers
 from actors.snapshots.worker_snapshots import Snapshots
 from actors.storage.errors import StepMismatch
 from actors.storage.storage import open_storage
@@ -88,8 +88,8 @@ class Trainer:
         self.faults = FaultInjector(self.worker, self.options.faults)
         self.specs = self.program.specs()
         every, secret = self.options.snapshot_every, self.options.secret
-        snapshots = Snapshots(self.worker, self.node, self.specs, every, self.faults, secret=secret)
-        self.snapshots = snapshots
+        source = (self.worker, self.node, self.specs, every, self.faults)
+        self.snapshots = Snapshots(*source, secret=secret, report=self.report)
         run = open_storage(self.options.run_folder)
         self.statistics = StatisticsLog(run)
         self.writer = PartWriter(self.worker, run, self.program, self.faults, self.report)

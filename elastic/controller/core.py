@@ -96,6 +96,7 @@ from elastic.protocol.snapshot_events import (
     SnapshotServerReady,
     SnapshotServerReported,
     SnapshotServerSuspected,
+    SnapshotTimed,
 )
 from elastic.protocol.step_records import RecordsSent
 
@@ -167,8 +168,9 @@ class Core:
                 | SnapshotServerSuspected()
                 | SnapshotServerLost()
                 | SnapshotServerReported()
+                | SnapshotTimed()
             ):
-                return snapshots.on_snapshot_server(state, now, event)
+                return snapshots.on_snapshots(state, now, event)
             case WorkerReady():
                 return membership.add_ready_worker(state, now, event)
             case WorkerLost():

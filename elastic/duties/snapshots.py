@@ -22,8 +22,10 @@ from elastic.protocol.snapshot_events import (
     SnapshotServerReady,
     SnapshotServerReported,
     SnapshotServerSuspected,
+    SnapshotTimed,
 )
 from elastic.reshard.parity import num_chunks_of
+from elastic.reshard.snapshot_interval import AUTO_EVERY, interval_for
 from elastic.reshard.snapshot_placement import Placement, place_snapshots, shortfall
 
 SERVER_GRACE_S = 0.5
@@ -31,17 +33,23 @@ SERVER_GRACE_S = 0.5
 MAX_BACKOFF_S = 60.0
 
 
-def on_snapshot_server(
+def on_snapshots(
     state: ControllerState,
     now: float,
     event: SnapshotServerReady
     | SnapshotServerSuspected
     | SnapshotServerLost
-    | SnapshotServerReported,
+    | SnapshotServerReported
+    | SnapshotTimed,
 ) -> list[Command]:
-    """Handle an event of a snapshot server. If one is lost, its snapshots are gone, and another
-    starts in its place if it is needed, after a back-off."""
+    """Handle an event of a snapshot server, or a report of what snapshots cost.
+
+    If a server is lost, its snapshots are gone. Another starts in its place if it is needed, after
+    a back-off.
+    """
     match event:
+        case SnapshotTimed():
+            return _on_timed(state, event)
         case SnapshotServerSuspected():
             # Its snapshots may be needed if the live workers do not hold the whole state.
             if event.node in state.snapshots.servers and find_live_state(state):
@@ -114,10 +122,29 @@ def stop_querying(state: ControllerState, now: float) -> None:
 def _are_reports_sufficient(state: ControllerState) -> bool:
     """Whether the reported snapshots restore a state as recent as snapshots promise."""
     source = choose_source(state)
-    return (
-        source.kind == "snapshot"
-        and state.committed_step - source.step <= state.policy.snapshot_every
-    )
+    every = _auto_every(state) or state.policy.snapshot_every
+    return source.kind == "snapshot" and state.committed_step - source.step <= every
+
+
+def _auto_every(state: ControllerState) -> int:
+    """The steps between snapshots with `snapshot.every=auto`, else 0."""
+    return state.snapshots.auto_every if state.policy.snapshot_every == AUTO_EVERY else 0
+
+
+def _on_timed(state: ControllerState, event: SnapshotTimed) -> list[Command]:
+    """Change the interval of `snapshot.every=auto` if the costliest worker calls for it."""
+    snapshots = state.snapshots
+    is_current = event.generation == state.generation and isinstance(state.phase, Running)
+    nodes = {node for copies in snapshots.placement.copies.values() for node in copies}
+    if not _auto_every(state) or not is_current or not nodes <= snapshots.servers.keys():
+        return []  # after the next `StartSnapshots` it is reported again
+    snapshots.shares[event.worker] = event.share
+    every = interval_for(max(snapshots.shares.values()), snapshots.auto_every)
+    if every == snapshots.auto_every or not nodes:
+        return []
+    snapshots.auto_every = every
+    snapshots.num_set_changes += 1
+    return [_order_to(state, snapshots.placement)]
 
 
 def has_snapshots(state: ControllerState) -> bool:
@@ -147,6 +174,7 @@ def begin_snapshot_set(state: ControllerState, now: float) -> None:
     state.snapshots.are_queried = False
     if state.policy.snapshot_every and state.live.held:
         state.snapshots.sets.append(SnapshotSet(state.live.held.assignment))
+        state.snapshots.shares.clear()
         state.snapshots.wanted, state.snapshots.placement_at, state.snapshots.num_losses = (
             None,
             now,
@@ -230,18 +258,31 @@ def _start_missing(state: ControllerState, now: float) -> list[Command]:
 def _order_snapshots(state: ControllerState, placement: Placement) -> list[Command]:
     """Order snapshots once all starting servers are ready, or at once if a server in use is
     lost."""
-    copies, former = placement.copies, state.snapshots.placement
+    former = state.snapshots.placement
     has_lost = any(set(nodes) - state.snapshots.servers.keys() for nodes in former.copies.values())
     if placement == former or (state.snapshots.starting and not has_lost):
         return []
     state.snapshots.num_set_changes += bool(placement.sets or former.sets)
     state.snapshots.placement = placement
     state.snapshots.sets[-1].is_used = True
+    return [_order_to(state, placement)]
+
+
+def _order_to(state: ControllerState, placement: Placement) -> StartSnapshots:
+    """Order snapshots to the servers of a placement, all of which exist."""
     members = state.live.members()
     snapshot_servers = tuple(
-        tuple(state.snapshots.servers[node] for node in copies.get(worker, ()))
+        tuple(state.snapshots.servers[node] for node in placement.copies.get(worker, ()))
         for worker in members
     )
     reason = shortfall(placement, num_chunks_of(state.policy.snapshot_redundancy))
     sets, num_changes = placement.sets, state.snapshots.num_set_changes
-    return [StartSnapshots(state.generation, members, snapshot_servers, sets, num_changes, reason)]
+    return StartSnapshots(
+        state.generation,
+        members,
+        snapshot_servers,
+        sets,
+        num_changes,
+        reason,
+        _auto_every(state),
+    )

@@ -54,9 +54,11 @@ class StartSnapshots:
     sets: tuple[tuple[str, ...], ...] = ()
     """Parity sets: the first snapshot server of each worker also holds a parity of the others."""
     num_changes: int = 0
-    """How often the sets have changed in this generation."""
+    """How often the sets or `every` have changed in this generation."""
     reason: str = ""
     """Why the requested redundancy is not possible in full; empty if it is."""
+    every: int = 0
+    """Steps between two snapshots, with `snapshot.every=auto`; 0: as the worker's options say."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from elastic.protocol.snapshot_events import (
     SnapshotServerReady,
     SnapshotServerReported,
     SnapshotServerSuspected,
+    SnapshotTimed,
 )
 from elastic.protocol.step_records import RecordsSent
 from elastic.protocol.votes import StepRecord, Vote
@@ -313,10 +314,8 @@ class Checkpointed:
 
 @dataclass(frozen=True, slots=True)
 class LayoutRequested:
-    """A user requests another target layout, from the next step boundary on.
-
-    `request` identifies the answer. The run's number of workers does not change.
-    """
+    """A user requests another target layout from the next step boundary on, for the same number of
+    workers; `request` identifies the answer."""
 
     request: str
     target_layout: TargetLayout
@@ -349,6 +348,7 @@ Event = (
     | SnapshotServerSuspected
     | SnapshotServerLost
     | SnapshotServerReported
+    | SnapshotTimed
     | GroupFormed
     | StateReady
     | StepCommitted

@@ -73,6 +73,7 @@ class Policy:
 
     # settings `snapshot`
     snapshot_every: int
+    """In steps; 0: never; `AUTO_EVERY`: as often as the measured cost of a snapshot allows."""
     snapshot_redundancy: str
     snapshot_server_timeout_s: float
     snapshot_server_grace_s: float

@@ -45,3 +45,15 @@ class SnapshotServerReported:
     received_bytes: int = 0
     memory_bytes: int = 0
     parities: tuple[ParitySlot, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class SnapshotTimed:
+    """The time that one snapshot adds to a step of this worker, relative to a step without.
+
+    A worker reports it when it calls for another interval than that of its `StartSnapshots`.
+    """
+
+    worker: str
+    generation: int
+    share: float

@@ -8,6 +8,7 @@ from pydantic import field_validator
 
 from elastic.geometry.errors import ElasticError
 from elastic.reshard.parity import num_chunks_of
+from elastic.reshard.snapshot_interval import AUTO_EVERY
 from pipelines.errors import UserError
 from pipelines.settings.bounds import (
     Minutes,
@@ -64,10 +65,11 @@ class CheckpointSettings(Settings):
 class SnapshotSettings(Settings):
     """Copies of the state in host memory; see docs/snapshots.md."""
 
-    every: NonNegativeInt = setting(
+    every: NonNegativeInt | Literal["auto"] = setting(
         1,
         "At each multiple of this many steps a worker copies state that no other worker holds to "
-        "a snapshot server in host memory; 0: never.",
+        "a snapshot server in host memory; 0: never. With `auto` the number is the least power of "
+        "two, up to 1024, for which this is measured to add at most 1 % to the training time.",
     )
     redundancy: str = setting(
         "copy",
@@ -77,6 +79,11 @@ class SnapshotSettings(Settings):
     server_timeout_s: Seconds = setting(
         10.0, "How long a snapshot server has to report what it holds."
     )
+
+    @property
+    def every_steps(self) -> int:
+        """Steps between two snapshots; 0: none; `AUTO_EVERY` for `auto`."""
+        return AUTO_EVERY if self.every == "auto" else self.every
 
     @field_validator("redundancy")
     @classmethod

@@ -16,6 +16,7 @@ from harness import Outcome, run_in_processes
 
 from actors.local.process_fleet import ProcessFleet
 from actors.runtime.fault_spec import Fault
+from elastic.reshard.snapshot_interval import AUTO_EVERY
 from pipelines.run.recipes import tiny
 from pipelines.settings import CheckpointSettings, DataSettings
 
@@ -292,3 +293,19 @@ def test_three_consecutive_losses_recover_from_snapshots(
         fleet_faults=[kill("w1"), kill("w2"), kill("w3")],
     )
     assert_recovered_from_snapshots(run, undisturbed, num_recoveries=3)
+
+
+def test_automatic_interval_grows_and_a_loss_costs_no_more_steps(
+    tmp_path: Path, undisturbed: Outcome
+) -> None:
+    """Steps this short take less than a hundred times as long as a snapshot."""
+    run = run_in_processes(
+        tmp_path, SETTINGS, 4, layout="fsdp=4", snapshot_every=AUTO_EVERY, fleet_faults=[kill("w2")]
+    )
+    assert run.stopped.outcome == "completed", run.stopped
+    assert run.losses() == pytest.approx(undisturbed.losses(), rel=1e-9)
+    intervals = [line["every"] for line in run.lines_of("StartSnapshots")]
+    assert intervals[0] == 1 and max(intervals) > 1, intervals
+    assert run.lines_of("SnapshotTimed")
+    for line in run.lines_of("RolledBack"):
+        assert line["from_step"] - line["step"] <= max(intervals), line

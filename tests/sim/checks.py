@@ -49,7 +49,11 @@ from elastic.protocol.events import (
     WorkerRaised,
 )
 from elastic.protocol.phases import Aborting, Ended, Forming, Pausing, Resharding, Running, Waiting
-from elastic.protocol.snapshot_events import SnapshotServerLost, SnapshotServerReported
+from elastic.protocol.snapshot_events import (
+    SnapshotServerLost,
+    SnapshotServerReported,
+    SnapshotTimed,
+)
 from elastic.protocol.step_records import RecordsSent
 from elastic.reshard.snapshot_placement import ParitySlot
 
@@ -58,6 +62,7 @@ GENERATION_BOUND = (
     | StateReady
     | StepCommitted
     | ComputeTimed
+    | SnapshotTimed
     | Evaluated
     | Audited
     | Paused

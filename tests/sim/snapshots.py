@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import deepcopy
+from random import Random
 
 from sim.control import Control
 from sim.lineage import Part
@@ -12,7 +13,9 @@ from sim.snapshot_server import SimSnapshotServer
 from sim.timeline import Body
 
 from elastic.protocol.commands import StartSnapshots
+from elastic.protocol.snapshot_events import SnapshotTimed
 from elastic.reshard.parity import ballot_of
+from elastic.reshard.snapshot_interval import interval_for
 from elastic.reshard.snapshot_placement import SnapshotServer
 
 PATIENCE_S = 1.0
@@ -62,9 +65,10 @@ class Snapshots:
         snapshot_servers: tuple[SnapshotServer, ...] = order.snapshot_servers[
             order.workers.index(name)
         ]
-        if not snapshot_servers or step % every:
+        if not snapshot_servers or step % (order.every or every):
             return
         self._part, self._taken_for = part, order
+        self._time(order, step)
         mates = dict(self._mates(order))
         self._pending, self._missed = len(snapshot_servers) + len(mates), 0
         copy, training, delay_s = deepcopy(part), self._control.training, 0.0
@@ -99,6 +103,14 @@ class Snapshots:
         for mate, snapshot_server in mates.items():
             self._spread(order, copy, part, snapshot_servers[0], mate, snapshot_server, delay_s)
             delay_s += around.draw(0.002, 0.02)
+
+    def _time(self, order: StartSnapshots, step: int) -> None:
+        """Sometimes report a cost that calls for another interval, if that is `auto`."""
+        random = Random(f"{self._control.name}/{order.generation}/{step}")
+        share = random.choice((0.0, 0.0, 0.015, 0.03, 0.06))
+        is_other = order.every and interval_for(share, order.every) != order.every
+        if is_other and random.random() < 0.3:
+            self._control.report(SnapshotTimed(self._control.name, order.generation, share))
 
     def wait(self) -> Body:
         """Wait for the current snapshot before a vote; if a server is gone, send it to another."""

@@ -79,14 +79,14 @@ from elastic.protocol.snapshot_events import (
     SnapshotServerReady,
     SnapshotServerReported,
     SnapshotServerSuspected,
+    SnapshotTimed,
 )
 from elastic.protocol.step_records import RecordsSent
 from elastic.protocol.votes import StepRecord, Vote
 from elastic.reshard.snapshot_placement import SnapshotServer
 
 NUM_STEPS = 60
-STEP_S = 0.01
-EVENTFUL_STEP = 20
+STEP_S, EVENTFUL_STEP = 0.01, 20
 POLICY = users_policy(
     2,
     2,
@@ -114,6 +114,7 @@ SAMPLES: list[Event] = [
     SnapshotServerSuspected("node9", "silent"),
     SnapshotServerLost("node9", "killed"),
     SnapshotServerReported("node9", 1, ()),
+    SnapshotTimed("w9", 1, 0.5),
     ComputeTimed(1, 1, (1.0, 1.0)),
     Evaluated(1, 10, 1.0),
     Audited(1, 10, 2),
@@ -356,11 +357,10 @@ def run_shell(
         write_event(place, event, commands)
 
     shell._write_event = write_with_pending  # type: ignore[method-assign]
-    job = Job(8, steps=steps, checkpoint_every=0)
     guard = threading.Timer(30.0, lambda: shell.post(None))  # type: ignore[arg-type]
     guard.start()
     try:
-        opening = RunOpened(0, POLICY, TargetLayout.parse("dp=2", 2), job)
+        opening = RunOpened(0, POLICY, TargetLayout.parse("dp=2", 2), Job(8, steps=steps))
         return shell.run(fleet, opening, fleet if may_survive else None)
     finally:
         guard.cancel()

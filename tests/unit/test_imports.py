@@ -41,7 +41,7 @@ LEVELS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("ray_backend/cluster", "controller"),
         ("worker",),
         ("snapshots", "distributed"),
-        ("notices", "runtime"),
+        ("host_memory", "notices", "runtime"),
         ("storage",),
     ),
     "pipelines": (

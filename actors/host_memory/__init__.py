@@ -1,0 +1,1 @@
+"""Copies between a GPU and host memory that do not stall the GPU."""
