@@ -13,6 +13,7 @@ from pipelines.settings.bounds import (
     NonNegativeInt,
     Ports,
     PositiveInt,
+    Recomputation,
     ScheduleName,
     Seconds,
     Seed,
@@ -211,9 +212,10 @@ class TrainSettings(Settings):
         "memory, where the optimizer then steps.",
         resumable=True,
     )
-    activation_checkpointing: bool = setting(
-        False,
-        "Whether backward recomputes the activations of a block instead of keeping them.",
+    activation_checkpointing: Recomputation = setting(
+        "none",
+        "Which activations of a block backward recomputes instead of keeping them: `none`, `full`, "
+        "or `selective`: all but the results of matrix products and fused attention.",
         resumable=True,
     )
     compile: bool = setting(
@@ -272,6 +274,15 @@ class TrainSettings(Settings):
             raise UserError(
                 "schedule=zero_bubble: torch's implementation sums gradients in bfloat16: "
                 "set schedule=interleaved_1f1b or dtype=float32"
+            )
+        return self
+
+    @model_validator(mode="after")
+    def compiler_chooses_what_to_keep(self) -> TrainSettings:
+        if self.compile and self.activation_checkpointing == "selective":
+            raise UserError(
+                "activation_checkpointing=selective: a compiled block recomputes cheap operations "
+                "by itself: set activation_checkpointing to none or full, or compile=false"
             )
         return self
 
