@@ -215,6 +215,22 @@ def is_view(tensor: Tensor) -> bool:
     return tensor._is_view()
 
 
+def sum_unsharded_gradients(module: Any) -> None:
+    """Add a module's unsharded gradients to FSDP's sums in the dtype of the reduction.
+
+    FSDP does so in its own hook, which a backward pass of weights alone does not call.
+    """
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # another version of torch
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    for parameter in (parameter for group in groups for parameter in group.fsdp_params):
+        if parameter.unsharded_accumulated_grad is None:
+            parameter.to_accumulated_grad_if_needed()
+        else:
+            parameter.accumulate_unsharded_grad_if_needed()
+
+
 def num_changes(tensor: Tensor) -> int:
     """How often a tensor or a view of it has been changed in place.
 

@@ -269,15 +269,6 @@ class TrainSettings(Settings):
         return self
 
     @model_validator(mode="after")
-    def gradients_are_summed_in_float32(self) -> TrainSettings:
-        if self.schedule == "zero_bubble" and self.dtype == "bfloat16":
-            raise UserError(
-                "schedule=zero_bubble: torch's implementation sums gradients in bfloat16: "
-                "set schedule=interleaved_1f1b or dtype=float32"
-            )
-        return self
-
-    @model_validator(mode="after")
     def compiler_chooses_what_to_keep(self) -> TrainSettings:
         if self.compile and self.activation_checkpointing == "selective":
             raise UserError(

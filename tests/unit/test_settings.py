@@ -97,7 +97,6 @@ def test_last_override_of_a_key_counts_and_the_recipe_is_unchanged() -> None:
         ("straggler.reports=0", "greater than 0"),
         ("quarantine.after_crashes=-1", "greater than or equal to 0"),
         ("model.kind=mlp", "'transformer'"),
-        ("schedule=zero_bubble", "set schedule=interleaved_1f1b or dtype=float32"),
         ("batch=25", "batch=25 must be a multiple of microbatch=2: set batch to 24 or 26"),
     ],
 )
