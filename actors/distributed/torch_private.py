@@ -215,6 +215,39 @@ def is_view(tensor: Tensor) -> bool:
     return tensor._is_view()
 
 
+def sum_unsharded_gradients(module: Any) -> None:
+    """Add a module's unsharded gradients to FSDP's sums in the dtype of the reduction.
+
+    FSDP does so in its own hook, which a backward pass of weights alone does not call.
+    """
+    state = module._get_fsdp_state()
+    groups = getattr(state, "_fsdp_param_groups", None)
+    if groups is None:  # another version of torch
+        groups = [state._fsdp_param_group] if state._fsdp_param_group else []
+    for parameter in (parameter for group in groups for parameter in group.fsdp_params):
+        if parameter.unsharded_accumulated_grad is None:
+            parameter.to_accumulated_grad_if_needed()
+        else:
+            parameter.accumulate_unsharded_grad_if_needed()
+
+
+def num_changes(tensor: Tensor) -> int:
+    """How often a tensor or a view of it has been changed in place.
+
+    Autograd counts this to refuse a changed tensor in backward; no public function returns it.
+    """
+    return tensor._version
+
+
+def detached_in_mode(tensor: Tensor) -> Tensor:
+    """A detached view that shares the tensor's number of changes, in a dispatch mode too.
+
+    Under a mode the public `detach` starts a new count.
+    """
+    with torch._C._SetExcludeDispatchKeyGuard(torch._C.DispatchKey.ADInplaceOrView, False):
+        return tensor.detach()
+
+
 def storage_key(tensor: Tensor) -> int:
     """The identity of a tensor's storage.
 
@@ -226,6 +259,21 @@ def storage_key(tensor: Tensor) -> int:
 
 TO_COPY = torch.ops.aten._to_copy.default
 """The operation to which `Tensor.to` dispatches; it has no public name."""
+
+
+FUSED_PRODUCTS = tuple(
+    getattr(torch.ops.aten, name).default
+    for name in (
+        "_grouped_mm",
+        "_scaled_dot_product_cudnn_attention",
+        "_scaled_dot_product_efficient_attention",
+        "_scaled_dot_product_flash_attention",
+        "_scaled_dot_product_flash_attention_for_cpu",
+        "_scaled_dot_product_fused_attention_overrideable",
+    )
+)
+"""The operations to which `grouped_mm` and `scaled_dot_product_attention` dispatch if they have a
+kernel; they have no public names."""
 
 
 def replace_truncated_normal(fill: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import AfterValidator, Field, NonNegativeFloat, PositiveFloat
+from pydantic import AfterValidator, BeforeValidator, Field, NonNegativeFloat, PositiveFloat
 
 Fraction = Annotated[float, Field(ge=0.0, lt=1.0)]
 """A fraction from 0 (included) to 1 (excluded)."""
@@ -75,3 +75,16 @@ ScheduleName = Literal["gpipe", "1f1b", "interleaved_1f1b", "zero_bubble"]
 
 SEVERAL_STAGES: tuple[ScheduleName, ...] = ("interleaved_1f1b", "zero_bubble")
 """The pipeline schedules that support several stages on one rank (`vp`)."""
+
+
+def _recomputation_name(value: Any) -> Any:
+    """The name of a mode for a truth value, which earlier versions took, or for None, as which
+    `--set` reads the word `none`."""
+    text = str(value).lower()
+    return {"none": "none", "false": "none", "true": "full"}.get(text, value)
+
+
+Recomputation = Annotated[
+    Literal["none", "selective", "full"], BeforeValidator(_recomputation_name)
+]
+"""Which activations of a block backward recomputes."""

@@ -13,6 +13,7 @@ from pipelines.settings.bounds import (
     NonNegativeInt,
     Ports,
     PositiveInt,
+    Recomputation,
     ScheduleName,
     Seconds,
     Seed,
@@ -211,9 +212,10 @@ class TrainSettings(Settings):
         "memory, where the optimizer then steps.",
         resumable=True,
     )
-    activation_checkpointing: bool = setting(
-        False,
-        "Whether backward recomputes the activations of a block instead of keeping them.",
+    activation_checkpointing: Recomputation = setting(
+        "none",
+        "Which activations of a block backward recomputes instead of keeping them: `none`, `full`, "
+        "or `selective`: all but the results of matrix products and fused attention.",
         resumable=True,
     )
     compile: bool = setting(
@@ -273,11 +275,11 @@ class TrainSettings(Settings):
         return self
 
     @model_validator(mode="after")
-    def gradients_are_summed_in_float32(self) -> TrainSettings:
-        if self.schedule == "zero_bubble" and self.dtype == "bfloat16":
+    def compiler_chooses_what_to_keep(self) -> TrainSettings:
+        if self.compile and self.activation_checkpointing == "selective":
             raise UserError(
-                "schedule=zero_bubble: torch's implementation sums gradients in bfloat16: "
-                "set schedule=interleaved_1f1b or dtype=float32"
+                "activation_checkpointing=selective: a compiled block recomputes cheap operations "
+                "by itself: set activation_checkpointing to none or full, or compile=false"
             )
         return self
 

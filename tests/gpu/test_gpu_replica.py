@@ -72,7 +72,7 @@ def test_training_on_the_gpu_equals_the_cpu(settings: TrainSettings, tolerance: 
 
 
 def test_activation_checkpointing_changes_no_loss() -> None:
-    recomputing = IN_FLOAT64.model_copy(update={"activation_checkpointing": True})
+    recomputing = IN_FLOAT64.model_copy(update={"activation_checkpointing": "full"})
     assert train(recomputing, DEVICE).losses == pytest.approx(
         train(IN_FLOAT64, DEVICE).losses, rel=1e-12
     )

@@ -101,7 +101,8 @@ def test_the_comparison_detects_another_weight_of_the_balance_loss(change: str) 
 @pytest.mark.parametrize(
     "change",
     [
-        {"activation_checkpointing": True},
+        {"activation_checkpointing": "full"},
+        {"activation_checkpointing": "selective"},
         pytest.param({"compile": True}, marks=pytest.mark.slow),
     ],
     ids=str,

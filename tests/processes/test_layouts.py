@@ -45,7 +45,8 @@ class Case(NamedTuple):
     @property
     def name(self) -> str:
         model = "experts" if self.settings.model.experts else "dense"
-        return f"{self.layout} {model} {self.settings.dtype} {self.settings.schedule}"
+        recomputed = self.settings.activation_checkpointing
+        return f"{self.layout} {model} {self.settings.dtype} {self.settings.schedule} {recomputed}"
 
 
 def with_settings(settings: TrainSettings, **changes: object) -> TrainSettings:
@@ -64,7 +65,9 @@ EACH_AXIS = [
     Case("fsdp=2,zero=1"),
     Case("fsdp=2,zero=2"),
     Case("fsdp=2,ep=2", MIXED),
+    Case("fsdp=2,ep=2", with_settings(MIXED, activation_checkpointing="selective")),
     Case("pp=2,fsdp=2,tp=2", with_settings(DENSE, **PAIRS)),
+    Case("pp=2,cp=2,tp=2", with_settings(DENSE, activation_checkpointing="selective")),
 ]
 COMBINATIONS = [
     Case("dp=2,tp=2"),

@@ -265,7 +265,12 @@ def test_a_non_finite_step_does_not_change_the_state() -> None:
 
 @pytest.mark.parametrize(
     "change",
-    [{"activation_checkpointing": True}, {"microbatch": 5}, {"batch": 10, "microbatch": 2}],
+    [
+        {"activation_checkpointing": "full"},
+        {"activation_checkpointing": "selective"},
+        {"microbatch": 5},
+        {"batch": 10, "microbatch": 2},
+    ],
     ids=str,
 )
 def test_computation_settings_do_not_change_the_losses(change) -> None:

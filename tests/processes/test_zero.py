@@ -74,7 +74,8 @@ OTHER_CASES = [
     Case("dp=2,fsdp=2,zero=3", {"dtype": "bfloat16"}),
     *(Case(f"fsdp=2,zero={zero}", {"offload": True}) for zero in STAGES),
     Case("dp=2,fsdp=2,zero=2", {"offload": True}),
-    *(Case(f"fsdp=2,zero={zero}", {"activation_checkpointing": True}) for zero in (1, 2)),
+    *(Case(f"fsdp=2,zero={zero}", {"activation_checkpointing": "full"}) for zero in (1, 2)),
+    *(Case(f"fsdp=2,zero={zero}", {"activation_checkpointing": "selective"}) for zero in (2, 3)),
     *(Case(f"fsdp=2,zero={zero}", {"dtype": "bfloat16"}) for zero in (1, 2, 3)),
     *(Case(f"fsdp=2,zero={zero}", {"dtype": "bfloat16", "offload": True}) for zero in (1, 3)),
 ]

@@ -83,6 +83,7 @@ def test_local_optimizer_equals_torch_adamw_and_decays_only_matrices() -> None:
     )
     state = make_state(settings, shards)
     local_optimizer = LocalOptimizer(AdamWBySettings(settings), shards, state)
+    assert local_optimizer.optimizer.defaults["fused"] and not torch_optimizer.defaults["fused"]
     for step in range(1, 9):
         gradients = {name: torch.randn_like(shard) for name, shard in shards.items()}
         for name, weight in expected.items():

@@ -85,7 +85,7 @@ def test_observations_outlive_a_generation(groups: Groups) -> None:
 
 
 def test_checkpointed_activations_are_not_merged_by_memory_on_a_cpu(groups: Groups) -> None:
-    size = make_size(groups, activation_checkpointing=True)
+    size = make_size(groups, activation_checkpointing="full")
     observe(size)
     assert size.agree() == 1
 

@@ -14,6 +14,11 @@ from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional
 
 from pipelines.settings import ExpertsSettings
+from pipelines.training.models.expert_products import (
+    has_grouped_kernel,
+    multiply_in_groups,
+    multiply_in_loop,
+)
 from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups
 
 
@@ -67,11 +72,14 @@ class MixtureOfExperts(nn.Module):
         exact = torch.promote_types(tokens.dtype, torch.float32)
         logits = functional.linear(tokens.to(exact), _local_weight(self.router.weight).to(exact))
         best, chosen = logits.topk(self.settings.top_k)
-        counts = chosen.flatten().bincount(minlength=self.settings.num_experts)
-        outputs = self._chosen_outputs(tokens, chosen, counts)
+        counts = _count(chosen, self.settings.num_experts)
+        routing = _Routing(counts, self.parallel.ep)
+        # Before the experts, so that a GPU computes it while the host waits for the routing.
+        shared = self.shared(hidden) if self.shared is not None else None
+        outputs = self._chosen_outputs(tokens, chosen, routing)
         mixed = (outputs * best.softmax(-1)[..., None]).sum(1).to(hidden.dtype).view_as(hidden)
-        if self.shared is not None:
-            mixed = mixed + self.shared(hidden)
+        if shared is not None:
+            mixed = mixed + shared
         if torch.is_grad_enabled() and self.settings.balance_coefficient:
             mixed = _Attach.apply(mixed, self._imbalance(logits, counts) * counted)
         return mixed
@@ -91,38 +99,64 @@ class MixtureOfExperts(nn.Module):
         factor = self.settings.balance_coefficient * self.settings.num_experts
         return factor * (fractions @ sums)
 
-    def _chosen_outputs(self, tokens: Tensor, chosen: Tensor, counts: Tensor) -> Tensor:
+    def _chosen_outputs(self, tokens: Tensor, chosen: Tensor, routing: _Routing) -> Tensor:
         """The output of each chosen expert (tokens, k) for its token: (tokens, k, dim)."""
         order = chosen.flatten().argsort(stable=True)
         back = order.argsort()
         copies = tokens[:, None].expand(-1, chosen.shape[1], -1).flatten(0, 1)
-        done = self._routed(_Permute.apply(copies, order, back), counts)
+        done = self._routed(_Permute.apply(copies, order, back), routing)
         return torch.unflatten(_Permute.apply(done, back, order), 0, chosen.shape)
 
-    def _routed(self, rows: Tensor, counts: Tensor) -> Tensor:
-        """Send rows, sorted by expert with `counts` rows for each expert, through the experts."""
+    def _routed(self, rows: Tensor, routing: _Routing) -> Tensor:
+        """Send rows, sorted by expert, through the experts."""
         group = self.parallel.ep
-        num_ranks = _size(group)
-        if num_ranks == 1:
-            outputs: Tensor = self.experts(rows, counts.tolist())
+        if _size(group) == 1:
+            outputs: Tensor = self.experts(rows, routing.counts)
             return outputs
-        received_counts = torch.empty_like(counts)
-        dist.all_to_all_single(received_counts, counts, group=group)
-        # One transfer, since the host waits for the device here: by rank, then by local expert.
-        sent, received = torch.stack((counts, received_counts)).view(2, num_ranks, -1).tolist()
+        sent, received = routing.read()
         to_each, from_each = [sum(part) for part in sent], [sum(part) for part in received]
         arrived = _TokenExchange.apply(rows, to_each, from_each, group)
-        num_local = len(received[0])
-        experts = torch.arange(num_local, device=rows.device).repeat(num_ranks)
-        expert_of_row = experts.repeat_interleave(received_counts, output_size=len(arrived))
+        counts = routing.received.view(len(received), -1)
+        experts = torch.arange(counts.shape[1], device=rows.device).repeat(len(received))
+        expert_of_row = experts.repeat_interleave(routing.received, output_size=len(arrived))
         order = expert_of_row.argsort(stable=True)
         back = order.argsort()
         num_rows = [sum(part) for part in zip(*received, strict=True)]
-        done = self.experts(_Permute.apply(arrived, order, back), num_rows)
+        done = self.experts(_Permute.apply(arrived, order, back), counts.sum(0), num_rows)
         returned: Tensor = _TokenExchange.apply(
             _Permute.apply(done, back, order), from_each, to_each, group
         )
         return returned
+
+
+class _Routing:
+    """The numbers of rows that this rank sends to each expert and receives for its own.
+
+    With `ep` the host needs them for the all-to-all. They are copied once for each forward of a
+    layer: the routing of a layer depends on the output of the one before. The copy starts here, and
+    the host waits for it only in `read`.
+    """
+
+    def __init__(self, counts: Tensor, group: ProcessGroup | None) -> None:
+        self.counts = counts
+        self.received = counts
+        self._num_ranks = _size(group)
+        if self._num_ranks == 1:
+            return
+        self.received = torch.empty_like(counts)
+        dist.all_to_all_single(self.received, counts, group=group)
+        both = torch.stack((counts, self.received)).view(2, self._num_ranks, -1)
+        self._on_host = both.to("cpu", non_blocking=True)
+        self._copied = torch.cuda.Event() if counts.device.type == "cuda" else None
+        if self._copied is not None:
+            self._copied.record()
+
+    def read(self) -> tuple[list[list[int]], list[list[int]]]:
+        """The numbers sent and received, each by rank, then by the rank's expert."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        sent, received = self._on_host.tolist()
+        return sent, received
 
 
 class Experts(nn.Module):
@@ -135,17 +169,18 @@ class Experts(nn.Module):
         self.w2 = _weights(num_experts, dim, hidden_dim)
         self.w3 = _weights(num_experts, hidden_dim, dim)
 
-    def forward(self, rows: Tensor, counts: list[int]) -> Tensor:
+    def forward(self, rows: Tensor, counts: Tensor, host_counts: list[int] | None = None) -> Tensor:
         """Send rows, sorted by expert with `counts` rows for each expert, through the experts.
 
-        It is a loop: `grouped_mm` of torch 2.13 is wrong on some GPUs where an expert has no rows.
+        `host_counts` are the same numbers on the host, if it has them. Otherwise the loop, but not
+        the grouped products, waits for the device.
         """
-        weights = (weight.unbind() for weight in (self.w1, self.w2, self.w3))
-        parts = [
-            (functional.silu(part @ w1.T) * (part @ w3.T)) @ w2.T
-            for part, w1, w2, w3 in zip(rows.split(counts), *weights, strict=True)
-        ]
-        return torch.cat(parts)
+        weights = (self.w1, self.w2, self.w3)
+        if has_grouped_kernel(rows, self.w1):
+            return multiply_in_groups(rows, counts, *weights)
+        if host_counts is None:
+            host_counts = counts.tolist()
+        return multiply_in_loop(rows, host_counts, *weights)
 
 
 class _Permute(torch.autograd.Function):
@@ -200,6 +235,12 @@ def _exchanged(
     received = rows.new_empty(sum(from_each), *rows.shape[1:])
     dist.all_to_all_single(received, rows.contiguous(), from_each, to_each, group=group)
     return received
+
+
+def _count(chosen: Tensor, num_experts: int) -> Tensor:
+    """The number of choices of each expert. `bincount` would make the host wait for a GPU."""
+    ones = torch.ones_like(chosen).flatten()
+    return ones.new_zeros(num_experts).scatter_add_(0, chosen.flatten(), ones)
 
 
 def _weights(num_experts: int, num_out: int, num_in: int) -> nn.Parameter:

@@ -18,14 +18,17 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.distributed import ReduceOp
 
 from actors.distributed.stall import wait_for
+from actors.distributed.torch_private import TorchDispatchMode
 from actors.runtime.machine import free_bytes
 from actors.runtime.program import Groups
 from elastic.geometry.layout import Layout
 from pipelines.errors import UserError
 from pipelines.settings import TrainSettings
 from pipelines.training.passes.wait_times import WaitTimes
+from pipelines.training.sharding.recomputation import KEPT_OPERATORS
 from pipelines.training.sharding.sharded import local_tensor
 from pipelines.training.workload.seeds import generator_states
+from pipelines.training.workload.trees import tensors_in
 from pipelines.training.workload.workload import Workload
 
 MEMORY_SHARE = 1 / 3
@@ -100,8 +103,11 @@ class PassSize:
     @contextmanager
     def _observing(self, module: nn.Module) -> Iterator[None]:
         kept = KeptForBackward(module)
+        # Selective checkpointing keeps results where the hooks of autograd do not see them.
+        is_selective = self._settings.activation_checkpointing == "selective"
+        results = KeptResults(kept) if is_selective else nullcontext()
         states = generator_states(self._groups.device)
-        with kept:
+        with kept, results:
             yield
         draws = states != generator_states(self._groups.device)
         reason = "a pass draws random numbers, as dropout does" if draws else None
@@ -132,7 +138,8 @@ class PassSize:
             return 1
         if self._settings.pass_samples != "auto":
             return self._most
-        if self._settings.activation_checkpointing and self._groups.device.type == "cpu":
+        is_recomputed = self._settings.activation_checkpointing != "none"
+        if is_recomputed and self._groups.device.type == "cpu":
             return 1  # recomputed activations are not among those kept
         budget = MEMORY_SHARE * free_bytes(self._groups.device)
         return max(1, min(self._most, int(budget / max(1, observation.kept_bytes))))
@@ -155,14 +162,31 @@ class KeptForBackward(saved_tensors_hooks):
     def __init__(self, module: nn.Module) -> None:
         self._storages = {_address(parameter) for parameter in module.parameters()}
         self.num_bytes = 0
-        super().__init__(self._count, _unchanged)
+        super().__init__(self.count, _unchanged)
 
-    def _count(self, kept: Tensor) -> Tensor:
+    def count(self, kept: Tensor) -> Tensor:
         address = _address(kept)
         if address not in self._storages:
             self._storages.add(address)
             self.num_bytes += local_tensor(kept).untyped_storage().nbytes()
         return kept
+
+
+class KeptResults(TorchDispatchMode):
+    """Counts the results that selective checkpointing keeps."""
+
+    def __init__(self, kept: KeptForBackward) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._kept = kept
+
+    def __torch_dispatch__(
+        self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        results = operator(*args, **(kwargs or {}))
+        if operator in KEPT_OPERATORS:
+            for result in tensors_in(results):
+                self._kept.count(result)
+        return results
 
 
 def _address(tensor: Tensor) -> int:

@@ -104,7 +104,8 @@ class Pipelined:
         if num_rounds not in self._schedules:
             make = getattr(torch_pipelining(), SCHEDULES[self.schedule])
             stages: Any = [
-                self._stage(*pair) for pair in zip(self.stages, self.sharded.modules, strict=True)
+                self._stage(number, *pair)
+                for number, pair in enumerate(zip(self.stages, self.sharded.modules, strict=True))
             ]
             if self.schedule not in SEVERAL_STAGES:
                 [stages] = stages
@@ -116,14 +117,18 @@ class Pipelined:
     def _loss(self, output: Tensor, targets: Tensor) -> Tensor:
         return self.workload.loss(output, targets, self.parallel)
 
-    def _stage(self, stage: Stage, module: nn.Module) -> Any:
+    def _stage(self, number: int, stage: Stage, module: nn.Module) -> Any:
         """Build a stage with the shapes of its input and output, which torch would otherwise infer
-        with a pass."""
+        with a pass.
+
+        After a backward of weights alone its gradients are summed in the dtype of the reduction:
+        torch would add them up in that of the computation.
+        """
         first, stop = stage.layers.start, stage.layers.stop
         inputs, output = (
             self.workload.flowing(layer, self.num_samples, self.parallel) for layer in (first, stop)
         )
-        return torch_pipelining().PipelineStage(
+        built = torch_pipelining().PipelineStage(
             module,
             stage.number,
             self.num_stages,
@@ -132,3 +137,11 @@ class Pipelined:
             output_args=output,
             group=self.groups.mesh.get_group("pp"),
         )
+        backward_weights = built.backward_weight_one_chunk
+
+        def backward_and_sum(*args: Any, **kwargs: Any) -> None:
+            backward_weights(*args, **kwargs)
+            self.sharded.sum_gradients(number)
+
+        built.backward_weight_one_chunk = backward_and_sum
+        return built

@@ -16,6 +16,7 @@ from torch.distributed.fsdp import (
     fully_shard,
 )
 
+from actors.distributed.torch_private import sum_unsharded_gradients
 from actors.runtime.program import Groups, Interrupt
 from pipelines.settings import TrainSettings
 from pipelines.training.models.experts import Experts
@@ -88,6 +89,12 @@ class FullySharded:
             module.set_requires_all_reduce(last)
             module.set_is_last_backward(last)
             module.set_reshard_after_backward(last or self.reshards)
+
+    @torch.no_grad()
+    def sum_gradients(self, number: int) -> None:
+        for part in self.modules[number].modules():
+            if isinstance(part, FSDPModule):
+                sum_unsharded_gradients(part)
 
     def reduce(self, interrupt: Interrupt) -> None:
         """Nothing to do: FSDP reduces in the last backward."""

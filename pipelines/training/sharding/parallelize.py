@@ -4,17 +4,16 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
-from functools import partial
 from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
 
 from actors.runtime.program import Groups, Interrupt
 from pipelines.settings import TrainSettings
 from pipelines.training.sharding.fully_sharded import FullySharded
+from pipelines.training.sharding.recomputation import recomputed
 from pipelines.training.sharding.sharded import Sharded, bring_constants
 from pipelines.training.sharding.zero import ZeroSharded
 from pipelines.training.tensor.tensor_parallel import parallelize_modules
@@ -104,6 +103,4 @@ def _wrap_forward(block: nn.Module, settings: TrainSettings) -> None:
     forward: Callable[..., Any] = block.forward
     if settings.compile:
         forward = torch.compile(forward)
-    if settings.activation_checkpointing:
-        forward = partial(checkpoint, forward, use_reentrant=False)
-    block.forward = forward
+    block.forward = recomputed(forward, settings.activation_checkpointing)

@@ -40,6 +40,13 @@ class Sharded(Protocol):
         The call may be omitted if that is unknown. Gradients are summed over a step's passes.
         """
 
+    def sum_gradients(self, number: int) -> None:
+        """Add the gradients of one module, by its number, to sums in the dtype of the reduction.
+
+        To be called after a backward pass of weights alone, in which autograd calls no hook: it
+        leaves gradients in the dtype of the computation, and the next pass would add to them.
+        """
+
     def reduce(self, interrupt: Interrupt) -> None:
         """Complete `gradients` after a step's last backward pass."""
 

@@ -116,6 +116,11 @@ class ZeroSharded:
             self._add_hooks()
 
     @torch.no_grad()
+    def sum_gradients(self, number: int) -> None:
+        for part in self._parts() if self.takes_each_gradient else ():
+            part.take_gradient()
+
+    @torch.no_grad()
     def reduce(self, interrupt: Interrupt) -> None:
         """Reduce the buckets that no hook has started: schedules with a backward of their own may
         not call hooks."""
