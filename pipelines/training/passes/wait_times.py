@@ -39,7 +39,8 @@ class WaitTimes:
             return
         if self._events is not None:
             first, last = self._events
-            self._add(reduction_s=first.elapsed_time(last) / 1000)
+            if last.query():  # else the step was aborted
+                self._add(reduction_s=first.elapsed_time(last) / 1000)
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         first.record()
         yield
