@@ -26,12 +26,13 @@ from turns import RECIPE_ARGUMENTS, START_TIMEOUT_S, WARM_UP_STEPS, Side, take_t
 from pipelines.observe.history.run_folder import TIMELINE, TRACKING
 
 NUM_STEPS = {
-    "gpt": {2: 14, 1: 8},
-    "gpt_dropout": {2: 10, 1: 6},
-    "mlp": {2: 50, 1: 60},
-    "conv": {2: 60, 1: 45},
+    "gpt": {2: 18, 1: 11},
+    "gpt_dropout": {2: 14, 1: 9},
+    "mlp": {2: 90, 1: 80},
+    "conv": {2: 80, 1: 50},
 }
-"""The steps of a block for each model, by number of workers: about 1.5 s."""
+"""The steps of a block for each model, by number of workers: about 2 s, the time in which each
+process beside the training has its turn."""
 WITH_DROPOUT = ("gpt_dropout",)
 """Models whose losses depend on the system, since each draws other random numbers."""
 OURS, TORCHRUN, RAY_TRAIN = SYSTEMS = ("ours", "torchrun", "Ray Train")

@@ -2,8 +2,9 @@
 
 All processes of the other systems are stopped (SIGSTOP) while one trains for a block. So the noise
 of the machine affects all equally, and the cost of our controller, Ray and MLflow falls into our
-blocks. The first step of a block, which the stop interrupted, does not count. Nor does the start:
-MLflow's database is created, and its first report drawn, before the first block.
+blocks. A block counts from `SETTLE_S` after the stop: until then every timer that expired meanwhile
+fires at once. Nor does the start count: MLflow's database is created, and its first report drawn,
+before the first block.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from pipelines.run.sweep import UNDISTURBED
 
 WARM_UP_STEPS = 10
 START_TIMEOUT_S = 180.0
+SETTLE_S = 0.3
 LONGEST_STOP_S = 6.0
 """If all processes of a run are stopped for longer, it considers its driver dead."""
 RECIPE_ARGUMENTS = tuple(word for setting in UNDISTURBED for word in ("--set", setting))
@@ -47,8 +49,8 @@ class Side:
         thawed_at = thaw(self.frozen)
 
         def times() -> list[float]:
-            recent = self.lines()[-2 * num_steps - 4 :]
-            return [line["time"] for line in recent if line["time"] > thawed_at]
+            recent = self.lines()[-2 * num_steps - 100 :]
+            return [line["time"] for line in recent if line["time"] > thawed_at + SETTLE_S]
 
         def is_over() -> bool:
             return len(times()) > num_steps or time.time() - thawed_at > longest_s
