@@ -259,14 +259,18 @@ class ZeroSharded:
     def _coalesce(
         self, module: nn.Module, groups: Iterable[tuple[list[str], DeviceMesh]]
     ) -> Iterator[tuple[list[str], DeviceMesh]]:
-        """Merge small groups with later ones of the same mesh and dtype.
+        """Merge small groups with ones before them of the same mesh and dtype.
 
-        At stage 2 nothing is merged, so that full gradients are released soon.
+        Backward reaches the groups in about this order: so the first bucket is reduced early, and
+        what remains for the end of backward is small. At stage 2 nothing is merged, so that full
+        gradients are released soon.
         """
+        position = {name: index for index, (name, _) in enumerate(module.named_parameters())}
+        in_backward = sorted(groups, key=lambda group: -min(map(position.__getitem__, group[0])))
         small = 0 if self.divides_gradients else SMALL_BYTES
         newest: dict[tuple[Any, ...], list[str]] = {}
         merged: list[tuple[list[str], DeviceMesh]] = []
-        for names, mesh in groups:
+        for names, mesh in in_backward:
             first = module.get_parameter(names[0])
             kind = (id(mesh), first.dtype, first.requires_grad)
             target = newest.get(kind)
