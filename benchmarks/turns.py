@@ -2,7 +2,7 @@
 
 All processes of the other systems are stopped (SIGSTOP) while one trains for a block. So the noise
 of the machine affects all equally, and the cost of our controller, Ray and MLflow falls into our
-blocks. A block counts from `SETTLE_S` after the stop: until then every timer that expired meanwhile
+blocks. A block counts from `SKIPPED_S` after the stop: until then every timer that expired meanwhile
 fires at once. Nor does the start count: MLflow's database is created, and its first report drawn,
 before the first block.
 """
@@ -29,7 +29,7 @@ from pipelines.run.sweep import UNDISTURBED
 
 WARM_UP_STEPS = 10
 START_TIMEOUT_S = 180.0
-SETTLE_S = 0.3
+SKIPPED_S = 0.3
 LONGEST_STOP_S = 6.0
 """If all processes of a run are stopped for longer, it considers its driver dead."""
 RECIPE_ARGUMENTS = tuple(word for setting in UNDISTURBED for word in ("--set", setting))
@@ -50,7 +50,7 @@ class Side:
 
         def times() -> list[float]:
             recent = self.lines()[-2 * num_steps - 100 :]
-            return [line["time"] for line in recent if line["time"] > thawed_at + SETTLE_S]
+            return [line["time"] for line in recent if line["time"] > thawed_at + SKIPPED_S]
 
         def is_over() -> bool:
             return len(times()) > num_steps or time.time() - thawed_at > longest_s
