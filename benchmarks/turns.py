@@ -2,7 +2,7 @@
 
 All processes of the other systems are stopped (SIGSTOP) while one trains for a block. So the noise
 of the machine affects all equally, and the cost of our controller, Ray and MLflow falls into our
-blocks. A block counts from `SKIPPED_S` after the stop: until then every timer that expired meanwhile
+blocks. A block counts from `SKIPPED_S` after the stop: until then every timer that has expired
 fires at once. Nor does the start count: MLflow's database is created, and its first report drawn,
 before the first block.
 """
