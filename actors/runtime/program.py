@@ -138,6 +138,9 @@ class Replica(Protocol):
         value that depends on it, the reduced gradients are complete.
         """
 
+    def read_early(self) -> None:
+        """Read what the next step needs first: called while the vote on a step is under way."""
+
     def apply(self, step: int, vote: Vote) -> Applied:
         """Scale by 1/tokens, clip, step the optimizer: local, without a collective."""
 

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 import torch
+from torch.distributed import Work
 
 from actors.distributed.stall import wait_for
 from actors.runtime.compute_time import ComputeTimes
@@ -107,7 +108,12 @@ class Stepper:
             with self.timer.part("compute_s"):  # a GPU computes until the sums can be read
                 values = sums.tolist()
             with self.timer.part("vote_s"):
-                vote = self._cast(step, values, sums.device)
+                numbers, reduction = self._cast(step, values, sums.device)
+            with self.timer.part("data_s"):
+                self._replica.read_early()
+            with self.timer.part("vote_s"):
+                wait_for(reduction)
+                vote = self._read(step, numbers)
         self.vote = vote
         with self.timer.part("snapshot_s"):
             self._writer.await_copied(self._interruption.check)
@@ -156,11 +162,10 @@ class Stepper:
         self.gradients_complete = False
         self._replica.drop_gradients()
 
-    def _cast(self, step: int, sums: Sequence[float], device: torch.device) -> Vote:
-        """Cast this rank's vote: one all-reduce, which the host reads before any apply.
-
-        An aborted collective completes, too, but with garbage: then this raises `BrokenVote`.
-        """
+    def _cast(
+        self, step: int, sums: Sequence[float], device: torch.device
+    ) -> tuple[torch.Tensor, Work]:
+        """Begin to cast this rank's vote: one all-reduce, which the host reads before any apply."""
         loss_sum, num_tokens, sq_grad_norm = sums
         world_rank = self._groups.world_rank
         num_workers = self._groups.assignment.layout.num_workers
@@ -176,8 +181,13 @@ class Stepper:
         )
         numbers = torch.tensor(pack_vote(ballot), dtype=torch.float64, device=device)
         self.gradients_complete = True
-        wait_for(self._groups.world.allreduce([numbers]))
+        return numbers, self._groups.world.allreduce([numbers])
+
+    def _read(self, step: int, numbers: torch.Tensor) -> Vote:
+        """The vote on a step. An aborted collective completes, too, but with garbage: then this
+        raises `BrokenVote`."""
         self._faults.at("reading", step)
+        num_workers = self._groups.assignment.layout.num_workers
         tally = unpack_vote(numbers.tolist(), step, num_workers)
         self.compute_s = tally.compute_s
         self._snapshots.note_vote(tally.vote.num_snapshots, tally.vote.num_contributions)

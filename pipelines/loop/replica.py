@@ -52,6 +52,10 @@ class LoopReplica(ShardedReplica):
         )
         return self.loop_passes
 
+    def read_early(self) -> None:
+        """Nothing is read early: the script's own code, which runs until its next pass, may use the
+        random generators that reading seeds."""
+
     def compute(
         self, step: int, interrupt: Interrupt, skipped_batches: Sequence[int] = ()
     ) -> Tensor:

@@ -274,9 +274,18 @@ def test_replicas_stay_equal_under_any_layout(layout: str, tmp_path: Path) -> No
 
 
 def test_worker_with_a_flipped_bit_is_replaced(tmp_path: Path) -> None:
-    """The effect of the flip on earlier gradients stays in the parameters of all replicas."""
+    """The effect of the flip on earlier gradients stays in the parameters of all replicas.
+
+    With `min_workers` the run waits for the substitute, which is not always warm before its end.
+    """
     run = run_in_processes(
-        tmp_path, with_settings(steps=60), 3, layout="dp=3", faults=(FLIP,), audit_every=5
+        tmp_path,
+        with_settings(steps=60),
+        3,
+        min_workers=3,
+        layout="dp=3",
+        faults=(FLIP,),
+        audit_every=5,
     )
     assert run.stopped.outcome == "completed"
     audit, *_ = [line for line in run.lines_of("Audited") if line["splits"]]
@@ -285,7 +294,7 @@ def test_worker_with_a_flipped_bit_is_replaced(tmp_path: Path) -> None:
     assert {line["worker"] for line in run.lines_of("WorkerLost")} == {"w1"}
     assert_survivors_kept(run, {"w0", "w2"})
     members = [set(line["workers"]) for line in run.lines_of("Resume")]
-    assert members == [{"w0", "w1", "w2"}, {"w0", "w2"}, {"w0", "w2", "w3"}]
+    assert members == [{"w0", "w1", "w2"}, {"w0", "w2", "w3"}]
     assert [line["step"] for line in run.lines_of("Resume")][1] == 10, (
         "no worker trains while the audit is undecided"
     )

@@ -202,10 +202,17 @@ class CustomWorkload:
             value = self._reader.read(request)
         else:
             value = self._readers.take(request, interrupt)
-        seed_host(forward_seed(parts[0].seed))
         num_samples = num_samples_of(request)
         self._latest[False] = batch = CustomBatch(value, num_samples, num_samples)
         return batch
+
+    def seed_forward(self, seed: int) -> None:
+        """Reading may have drawn from the host's generators, here or in another process."""
+        seed_host(forward_seed(seed))
+
+    @property
+    def has_readers(self) -> bool:
+        return self._readers is not None
 
     def empty(self, num_samples: int = 0, held_out: bool = False) -> CustomBatch:
         """A padding microbatch: the split's latest one, so it is as finite as real data."""

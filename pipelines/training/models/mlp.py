@@ -72,6 +72,7 @@ class MlpWorkload:
         self.num_held_out = settings.num_samples
         self.seq_len = 1
         self.is_far = False
+        self.has_readers = False
         self.optimizer_factory: OptimizerFactory | None = None
         self.metrics: dict[str, Metric] = {}
         self.has_constant_size = False
@@ -129,6 +130,9 @@ class MlpWorkload:
         self, parts: Sequence[SeededSamples], interrupt: Callable[[], None] = nothing
     ) -> VectorBatch:
         return self.read(samples_in(parts), interrupt=interrupt)
+
+    def seed_forward(self, seed: int) -> None:
+        """Nothing to do: reading draws from generators of its own."""
 
     def empty(self, num_samples: int = 0, held_out: bool = False) -> VectorBatch:
         first, last = self.settings.dims[0], self.settings.dims[-1]

@@ -56,6 +56,7 @@ class NextToken:
         self.num_samples = train.num_samples
         self.seq_len = train.seq_len
         self.is_far = train.is_far
+        self.has_readers = False
         self.optimizer_factory: OptimizerFactory | None = None
         self.metrics: dict[str, Metric] = {}
         self.has_constant_size = False
@@ -85,6 +86,9 @@ class NextToken:
         self, parts: Sequence[SeededSamples], interrupt: Callable[[], None] = nothing
     ) -> Batch:
         return self.read(samples_in(parts), interrupt=interrupt)
+
+    def seed_forward(self, seed: int) -> None:
+        """Nothing to do: reading draws from generators of its own."""
 
     def _split(self, held_out: bool) -> Samples:
         if not held_out:

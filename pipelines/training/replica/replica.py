@@ -11,7 +11,6 @@ from torch import Tensor
 
 from actors.distributed.torch_private import scale_tensors
 from actors.runtime.program import Applied, Evaluation, Groups, Interrupt, StateBytes
-from elastic.geometry.sample_order import microbatch_seed
 from elastic.protocol.votes import Vote
 from pipelines.settings import TrainSettings
 from pipelines.training.custom.custom_pipelined import CustomPipelined
@@ -23,6 +22,7 @@ from pipelines.training.passes.prefetch import SamplePrefetch
 from pipelines.training.passes.running_buffers import RunningBuffers
 from pipelines.training.passes.stage_buffers import StageBuffers
 from pipelines.training.passes.stage_modules import Stage, build_stages
+from pipelines.training.passes.step_samples import StepSamples
 from pipelines.training.replica.local_state import LocalState
 from pipelines.training.replica.sample_log import append_samples
 from pipelines.training.replica.statistics import Statistics, StatisticsReport
@@ -31,12 +31,11 @@ from pipelines.training.tensor.tensor_parallel import (
     partial_gradient_names,
     reduce_partial_gradients,
 )
-from pipelines.training.workload.data_shard import DataShard, microbatch_sample_ids
+from pipelines.training.workload.data_shard import DataShard
 from pipelines.training.workload.parallel_groups import ParallelGroups
-from pipelines.training.workload.sample_order import samples_of
 from pipelines.training.workload.seeds import seed_device
 from pipelines.training.workload.state import buffers, build_on_meta, optimizer_factory_of
-from pipelines.training.workload.workload import PADDING, SeededSamples, Workload
+from pipelines.training.workload.workload import PADDING, Workload
 
 NORM_EPS = 1e-6
 """Added to the norm in clipping, as `torch.nn.utils.clip_grad_norm_` does."""
@@ -77,7 +76,7 @@ class ShardedReplica:
         else:
             whole = RunningBuffers(modules, groups.world)
             self.moving, self.passes = whole, self._passes(whole)
-        self.samples: Mapping[int, Sequence[int]] = {}
+        self.samples = StepSamples(workload, settings)
         self.step_statistics = Statistics(workload, settings, groups, self.state)
         self.partial_gradients = partial_gradient_names(
             self.state.shards, workload.shape(), self.parallel
@@ -114,7 +113,8 @@ class ShardedReplica:
         rounds = self.data_shard.rounds(
             self.settings.num_microbatches, self.passes.num_rounds, self.passes.agree_on_size()
         )
-        self.samples = self._draw_samples(step, rounds, skipped_batches)
+        self.samples.draw(step, rounds, skipped_batches)
+        self._record_samples(step, rounds, skipped_batches)
         self.prefetch.start(step, rounds, skipped_batches)
         self.step_statistics.begin(step, rounds)
         microbatch_inputs = (self._feed_round(step, microbatches) for microbatches in rounds)
@@ -137,6 +137,10 @@ class ShardedReplica:
         self.step_statistics.note_gradients()
         sums[2] = self.state.squared_norm()
         return sums
+
+    def read_early(self) -> None:
+        """Read the next step's first pass; see `StepSamples.read_early`."""
+        self.samples.read_early()
 
     def apply(self, step: int, vote: Vote) -> Applied:
         """Divide the gradients by the number of tokens, clip them by their global norm (Pascanu et
@@ -191,30 +195,20 @@ class ShardedReplica:
         if not microbatches:
             full_size = self.settings.microbatch if self.passes.needs_full_size else 0
             return self.workload.feed(self.workload.empty(full_size), device, parallel, PADDING)
-        seeds = [microbatch_seed(self.settings.seed, step, number) for number in microbatches]
-        seed_device(device, seeds[0])
-        parts = [
-            SeededSamples(seed, self.samples[number])
-            for seed, number in zip(seeds, microbatches, strict=True)
-        ]
+        parts = self.samples.parts(microbatches)
+        seeds = [part.seed for part in parts]
         with self.observations.waits.reading():
-            batch = self.workload.read_pass(parts, self.interrupt_hooks.interrupt)
+            batch = self.samples.read(parts, self.interrupt_hooks.interrupt)
+        seed_device(device, seeds[0])
+        self.workload.seed_forward(seeds[0])
         return self.workload.feed(batch, device, parallel, *seeds)
 
-    def _draw_samples(
+    def _record_samples(
         self, step: int, rounds: Sequence[tuple[int, ...]], skipped_batches: Sequence[int]
-    ) -> dict[int, list[int]]:
-        """The samples of each of this rank's microbatches; recorded if the settings say so."""
-        settings = self.settings
-        own = [microbatch for microbatches in rounds for microbatch in microbatches]
-        ids = [
-            sample_id
-            for microbatch in own
-            for sample_id in microbatch_sample_ids(settings, step, microbatch, skipped_batches)
-        ]
-        if settings.record_samples and self.parallel.records_samples:
+    ) -> None:
+        """Append the ids of this rank's samples to a file, if the settings say so."""
+        file = self.settings.record_samples
+        if file and self.parallel.records_samples:
             generation = self.groups.assignment.generation
-            append_samples(settings.record_samples, step, generation, self.groups.world_rank, ids)
-        samples = samples_of(settings.seed, ids, self.workload.num_samples)
-        size = settings.microbatch
-        return {m: samples[i * size : (i + 1) * size] for i, m in enumerate(own)}
+            ids = self.samples.ids(step, rounds, skipped_batches)
+            append_samples(file, step, generation, self.groups.world_rank, ids)

@@ -186,6 +186,10 @@ class Workload(OutputLoss, Protocol):
         """Whether samples must be fetched to this machine before they can be read."""
 
     @property
+    def has_readers(self) -> bool:
+        """Whether other processes read the training samples ahead."""
+
+    @property
     def custom_loss(self) -> CustomLoss | None:
         """The loss for a pipeline, if it calls the module itself; None if it is `loss`."""
 
@@ -247,6 +251,10 @@ class Workload(OutputLoss, Protocol):
     ) -> Any:
         """The batch of all samples of a training pass. Randomness in the reading of a microbatch
         follows its seed."""
+
+    def seed_forward(self, seed: int) -> None:
+        """Seed the host's random generators for the forward of a pass that has been read, by the
+        seed of its first microbatch; called after torch's generators have been seeded by it."""
 
     def empty(self, num_samples: int = 0, held_out: bool = False) -> Any:
         """A batch with loss 0 and gradient 0: `num_samples` samples of full size, or, for 0, a
