@@ -276,6 +276,18 @@ FUSED_PRODUCTS = tuple(
 kernel; they have no public names."""
 
 
+def dropout_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:
+    """The dropout probability of a call of an operation, 0 if it has none.
+
+    Its place among the arguments is only in the operation's schema, which has no public name.
+    """
+    for place, argument in enumerate(operator._schema.arguments):
+        if argument.name == "dropout_p":
+            value = args[place] if place < len(args) else kwargs.get("dropout_p", 0.0)
+            return float(value)
+    return 0.0
+
+
 def replace_truncated_normal(fill: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Let `torch.nn.init.trunc_normal_` fill tensors by this function; returns the one before.
 

@@ -48,12 +48,14 @@ class Snapshots:
         snapshot servers know."""
         self._report = report
         self._cost = SnapshotCost()
-        self._timed: StartSnapshots | None = None
-        """The order under which the cost was reported."""
+        self._timed: tuple[StartSnapshots, int] | None = None
+        """The order under which the cost was reported, and the interval that it called for."""
         self._secret = secret
         self._faults = faults or FaultInjector(worker)
         self._worker, self._node, self._specs, self._every = worker, node, specs, every
         self._order: StartSnapshots | None = None
+        self._noted: StartSnapshots | None = None
+        """The order that counted at the latest step boundary."""
         self._sink: Sink | None = None
         self._under_way: PendingSnapshot | None = None
         self._kept_step = self._due_step = NO_STEP
@@ -71,8 +73,15 @@ class Snapshots:
 
     @property
     def ballot(self) -> float:
-        """What this worker adds to a vote; `elastic.reshard.parity.num_whole` reads the sum."""
-        return ballot_of(self._sink.order.num_changes) if self._sink and self.are_whole else 0.0
+        """What this worker adds to a vote; `elastic.reshard.parity.num_whole` reads the sum.
+
+        A snapshot under an earlier order does not count: other workers, which do not have the new
+        order yet, may have taken one of a later step under it.
+        """
+        sink = self._sink
+        if sink is None or sink.order is not self._noted or not self.are_whole:
+            return 0.0
+        return ballot_of(sink.order.num_changes)
 
     def note_vote(self, num_whole: int, num_members: int) -> None:
         """A snapshot that is complete everywhere is kept until a newer one is."""
@@ -91,6 +100,7 @@ class Snapshots:
         order = self._order
         if order is None or order.generation != assignment.generation:
             return
+        self._noted = order
         if not self._is_due(order, step):
             return
         self._due_step = step
@@ -117,13 +127,19 @@ class Snapshots:
         return step % (order.every or self._every) == 0
 
     def _report_cost(self) -> None:
-        """Report what snapshots cost if another interval would suit them, once for each order."""
+        """Report what snapshots cost if another interval would suit them, and under the same order
+        again only if they call for a longer one."""
         order, share = self._order, self._cost.share
-        is_new = self._sink is not None and self._sink.order is order and self._timed is not order
-        if order is None or not order.every or share is None or not is_new:
+        is_current = self._sink is not None and self._sink.order is order
+        if order is None or not order.every or share is None or not is_current:
             return
-        if interval_for(share, order.every) != order.every:
-            self._timed = order
+        wanted = interval_for(share, order.every)
+        if self._timed is not None and self._timed[0] is order:
+            is_news = wanted > self._timed[1]
+        else:
+            is_news = wanted != order.every
+        if is_news:
+            self._timed = order, wanted
             self._report(SnapshotTimed(self._worker, order.generation, share))
 
     def await_whole(self, check: Callable[[], None]) -> None:
@@ -165,7 +181,8 @@ class Snapshots:
 
     def end_generation(self) -> None:
         self._close_sink()
-        self._order, self._is_patient = None, True
+        self._order = self._noted = None
+        self._is_patient = True
         self._kept_step = self._due_step = NO_STEP
         self._cost.end_generation()
 

@@ -26,7 +26,8 @@ class StepTimer:
     def __init__(self, device: torch.device, waits: Callable[[], Waits]) -> None:
         self._clock = ThreadClock() if device.type == "cpu" else None
         self._waits = waits
-        self._mark_s = time.perf_counter()
+        self._mark_s: float | None = None
+        """The end of the latest part; None before the generation's first step."""
         self._spent_s = dict.fromkeys(SPLIT, 0.0)
 
     @contextmanager
@@ -42,14 +43,13 @@ class StepTimer:
         self._lap("other_s")
         waits, busy_s = self._waits(), self._busy_s()
         yield
-        begun_s = self._mark_s
-        self._lap("compute_s")
+        spent_s = self._lap("compute_s")
         after = self._waits()
         data_s = after.data_s - waits.data_s
         if self._clock is None:
             reduction_s = after.reduction_s - waits.reduction_s
         else:
-            asleep_s = self._mark_s - begun_s - (self._busy_s() - busy_s)
+            asleep_s = spent_s - (self._busy_s() - busy_s)
             reduction_s = asleep_s - (after.data_asleep_s - waits.data_asleep_s)
         self._move("data_s", data_s)
         self._move("communication_s", reduction_s)
@@ -63,10 +63,13 @@ class StepTimer:
     def _busy_s(self) -> float:
         return self._clock.now() if self._clock is not None else 0.0
 
-    def _lap(self, name: str) -> None:
+    def _lap(self, name: str) -> float:
+        """Count the time since the latest part as this part; return it."""
         now = time.perf_counter()
-        self._spent_s[name] += now - self._mark_s
+        spent_s = 0.0 if self._mark_s is None else now - self._mark_s
+        self._spent_s[name] += spent_s
         self._mark_s = now
+        return spent_s
 
     def _move(self, name: str, seconds: float) -> None:
         """Count some of the compute time as another part."""

@@ -275,11 +275,17 @@ class TrainSettings(Settings):
         return self
 
     @model_validator(mode="after")
-    def compiler_chooses_what_to_keep(self) -> TrainSettings:
+    def selective_recomputation_is_possible(self) -> TrainSettings:
         if self.compile and self.activation_checkpointing == "selective":
             raise UserError(
                 "activation_checkpointing=selective: a compiled block recomputes cheap operations "
                 "by itself: set activation_checkpointing to none or full, or compile=false"
+            )
+        if self.schedule == "zero_bubble" and self.activation_checkpointing == "selective":
+            raise UserError(
+                "activation_checkpointing=selective: schedule=zero_bubble recomputes a block for "
+                "each of its parameters: set activation_checkpointing to none or full, or "
+                "schedule=interleaved_1f1b"
             )
         return self
 

@@ -118,6 +118,24 @@ def test_large_part_is_copied_to_both_nodes_and_read_back(
     snapshots.end_generation()
 
 
+def test_snapshot_under_an_earlier_order_does_not_count_in_votes(children: list[Child]) -> None:
+    """The new order is not due at step 2, at which workers without it take another snapshot."""
+    snapshots = snapshots_at(children[0].snapshot_server)
+    snapshots.begin(1, ASSIGNMENT, random_shard(1))
+    snapshots.await_whole(interrupt_never)
+    assert snapshots.ballot > 0.0
+    order = StartSnapshots(3, ("w0",), ((children[0].snapshot_server,),), num_changes=1, every=4)
+    snapshots.start_snapshots(order)
+    for step in (2, 3):
+        snapshots.begin(step, ASSIGNMENT, random_shard(step))
+        snapshots.await_whole(interrupt_never)
+        assert snapshots.ballot == 0.0
+    snapshots.begin(4, ASSIGNMENT, random_shard(4))
+    snapshots.await_whole(interrupt_never)
+    assert snapshots.ballot > 0.0
+    snapshots.end_generation()
+
+
 def test_worker_without_local_server_sends_to_the_remote_one(children: list[Child]) -> None:
     snapshots = snapshots_at(children[1].snapshot_server)
     snapshots.begin(1, ASSIGNMENT, random_shard(1))

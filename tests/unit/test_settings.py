@@ -270,3 +270,10 @@ def test_checkpoint_every_reaches_the_policy_of_the_controller(
     policy = make_plan(request, num_gpus=0).run.opening.policy
     assert (policy.checkpoint_auto, policy.checkpoint_every_s) == (is_auto, every_s)
     assert policy.silence_timeout_s == TrainSettings().failure.silence_timeout_s == 5.0
+
+
+def test_selective_recomputation_is_refused_where_it_is_not_possible() -> None:
+    with pytest.raises(UserError, match=r"schedule=zero_bubble recomputes.*interleaved_1f1b"):
+        override(byte_lm(), ["schedule=zero_bubble", "activation_checkpointing=selective"])
+    with pytest.raises(UserError, match="compile=false"):
+        override(byte_lm(), ["compile=true", "activation_checkpointing=selective"])

@@ -81,6 +81,7 @@ def test_module_that_raises_leaves_nothing_behind() -> None:
         ("NVIDIA A100-SXM4-40GB", 312.0),
         ("NVIDIA A10G", 70.0),
         ("NVIDIA L4", 121.0),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("NVIDIA L40S", 362.0),
         ("Some other GPU", None),
         ("", None),

@@ -30,6 +30,14 @@ def test_quick_steps_have_most_metrics_once_a_second(step_s: float, num_rare: in
         assert counts[name] == num_rare, name
 
 
+def test_second_that_ends_between_two_steps_has_metrics() -> None:
+    """A step of 0.5 s and 0.7 s of evaluation alternate: each line ends in another second."""
+    split = dict.fromkeys(SPLIT, 0.2)
+    rows = [{**row(step, 1.2), "step_s": 0.5, **split} for step in range(1, 31)]
+    counts = Counter(metric.key for line in rows for metric in step_metrics(line))
+    assert counts["lr"] == 30
+
+
 def test_split_and_speed_of_a_device_are_metrics() -> None:
     split = dict.fromkeys(SPLIT, 0.5)
     device = Device("H100", step_flops=6e12, peak_flops=100e12)

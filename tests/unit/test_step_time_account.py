@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -71,6 +72,20 @@ def test_account_survives_the_cache() -> None:
     assert again.recent == account.recent
 
 
+def step_time_without_cache(run: WrittenRun) -> Any:
+    followed = load_history(run.folder, needs_all_metrics=False)
+    followed.follow()
+    return RunStatus("run", "", run.now, followed.history).as_json()["step_time"]["run"]
+
+
+def test_end_of_the_metrics_is_not_called_the_whole_run(tmp_path: Path) -> None:
+    run = WrittenRun(tmp_path / "run")
+    run.start(2)
+    line = json.dumps({**row(1, run.now, 1.0), "note": "x" * 1000}) + "\n"
+    (run.folder.path / "metrics.jsonl").write_text(line * 1200)
+    assert step_time_without_cache(run) is None
+
+
 def test_status_shows_split_and_peak_memory(tmp_path: Path) -> None:
     run = WrittenRun(tmp_path / "run")
     run.start(2)
@@ -82,6 +97,7 @@ def test_status_shows_split_and_peak_memory(tmp_path: Path) -> None:
     assert status["step_time"]["run"]["vote_s"] == pytest.approx(0.1)
     assert status["step_time"]["recent"]["tflops"] is None
     assert [worker["peak_bytes"] for worker in status["workers"]] == [None, 3e9]
+    assert step_time_without_cache(run) is not None, "the file is short"
     load_history(run.folder).save()
     followed = load_history(run.folder)
     followed.follow()

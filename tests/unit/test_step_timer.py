@@ -53,6 +53,14 @@ def test_sleep_while_computing_is_communication_unless_it_is_for_data() -> None:
     assert split["snapshot_s"] == 0.0
 
 
+def test_time_before_the_first_part_does_not_count() -> None:
+    timer = StepTimer(CPU, Waits)
+    time.sleep(SLEEP_S)
+    with timer.part("vote_s"):
+        pass
+    assert sum(timer.split().values()) < SLEEP_S
+
+
 def test_each_split_begins_where_the_last_one_ended() -> None:
     timer = StepTimer(CPU, Waits)
     with timer.part("snapshot_s"):

@@ -77,6 +77,7 @@ def load_history(folder: RunFolder, needs_all_metrics: bool = True) -> FollowedH
         system = Tail(folder.system, _begin_of_tail(folder.system))
         tails = (Tail(folder.journal), Tail(folder.metrics, begin), system)
         followed = FollowedHistory(folder, History(), *tails)
+        followed.history.step_time.is_whole = begin == 0
     with suppress(UserError):  # a damaged recipe
         followed.history.progress.unit = unit_of(folder.recipe())
     return followed

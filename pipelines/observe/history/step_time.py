@@ -33,9 +33,15 @@ class StepTimes:
         for name, value in asdict(step).items():
             setattr(self, name, getattr(self, name) + sign * value)
 
+    @property
+    def seconds(self) -> float:
+        """The sum of the parts."""
+        total_s: float = sum(getattr(self, name) for name in SPLIT)
+        return total_s
+
     def shares(self) -> dict[str, float]:
         """Each part's share of the time, by its name without `_s`; empty without steps."""
-        total_s = sum(getattr(self, name) for name in SPLIT)
+        total_s = self.seconds
         if not total_s:
             return {}
         return {name.removesuffix("_s"): getattr(self, name) / total_s for name in SPLIT}
@@ -75,6 +81,8 @@ class StepTimeAccount:
     """The time of committed steps, redone ones included, from the journal and the metrics."""
 
     run: StepTimes = field(default_factory=StepTimes)
+    is_whole: bool = True
+    """Whether `run` has all steps: a reader without the cache begins near the end."""
     device: Device = field(default_factory=Device)
     _recent: deque[tuple[float, StepTimes]] = field(default_factory=deque)
 

@@ -73,8 +73,9 @@ def step_metrics(
 
 def is_first_of_second(row: Mapping[str, Any]) -> bool:
     """Whether no earlier step has ended in the same second of the clock."""
-    begun = row["time"] - (row["step_s"] or 1.0)
-    return int(row["time"]) > int(begun)
+    times = times_of(row)
+    spent_s = times.seconds if times else row["step_s"]
+    return int(row["time"]) > int(row["time"] - (spent_s or 1.0))
 
 
 def system_metrics(sample: Mapping[str, Any], start_ms: int) -> Iterator[Metric]:

@@ -126,10 +126,11 @@ class RunStatus:
     def _step_time(self) -> dict[str, Any]:
         """The time split of the newest steps and of the whole run, with the speed of a device."""
         account = self.history.step_time
-        return {
-            name: {**asdict(times), **account.device.speed(times)}
-            for name, times in (("recent", account.recent), ("run", account.run))
-        }
+        recent, run = (
+            {**asdict(times), **account.device.speed(times)}
+            for times in (account.recent, account.run)
+        )
+        return {"recent": recent, "run": run if account.is_whole else None}
 
     def page(self) -> RenderableType:
         """The page for a terminal of any width, or a file."""
@@ -187,7 +188,8 @@ class RunStatus:
             table.add_row("speed" if is_training else "last speed", rate)
         if parts := step_parts(history.step_time.recent):
             table.add_row("step time", parts)
-            table.add_row("whole run", step_parts(history.step_time.run))
+            if history.step_time.is_whole:
+                table.add_row("whole run", step_parts(history.step_time.run))
         if self.is_driven:
             table.add_row("workers", world(history.membership))
         elif history.membership.layout:

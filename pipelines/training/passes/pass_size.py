@@ -25,7 +25,7 @@ from elastic.geometry.layout import Layout
 from pipelines.errors import UserError
 from pipelines.settings import TrainSettings
 from pipelines.training.passes.wait_times import WaitTimes
-from pipelines.training.sharding.recomputation import KEPT_OPERATORS
+from pipelines.training.sharding.recomputation import is_kept
 from pipelines.training.sharding.sharded import local_tensor
 from pipelines.training.workload.seeds import generator_states
 from pipelines.training.workload.trees import tensors_in
@@ -183,7 +183,7 @@ class KeptResults(TorchDispatchMode):
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         results = operator(*args, **(kwargs or {}))
-        if operator in KEPT_OPERATORS:
+        if is_kept(operator, args, kwargs):
             for result in tensors_in(results):
                 self._kept.count(result)
         return results

@@ -41,6 +41,7 @@ class WaitTimes:
             first, last = self._events
             if last.query():  # else the step was aborted
                 self._add(reduction_s=first.elapsed_time(last) / 1000)
+            self._events = None
         first, last = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         first.record()
         yield

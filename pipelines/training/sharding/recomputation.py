@@ -14,6 +14,7 @@ from actors.distributed.torch_private import (
     FUSED_PRODUCTS,
     TorchDispatchMode,
     detached_in_mode,
+    dropout_of,
     num_changes,
 )
 from pipelines.errors import UserError
@@ -51,6 +52,12 @@ def _keeping_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:
     return _KeepResults(results), _ReuseResults(results)
 
 
+def is_kept(operator: Any, args: tuple[Any, ...], kwargs: Any) -> bool:
+    """Whether the result of this call is kept. Attention with dropout is not: without its draws the
+    recomputation would draw other numbers after it."""
+    return operator in KEPT_OPERATORS and not dropout_of(operator, args, kwargs or {})
+
+
 class _KeepResults(TorchDispatchMode):
     """Keeps the results of `KEPT_OPERATORS`."""
 
@@ -62,7 +69,7 @@ class _KeepResults(TorchDispatchMode):
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
         result = operator(*args, **(kwargs or {}))
-        if operator in KEPT_OPERATORS:
+        if is_kept(operator, args, kwargs):
             kept = mapped(detached_in_mode, result)
             self._results[operator].append((kept, _changes(kept)))
         return result
@@ -78,7 +85,7 @@ class _ReuseResults(TorchDispatchMode):
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        if operator in KEPT_OPERATORS:
+        if is_kept(operator, args, kwargs):
             kept, changes = self._results[operator].popleft()
             if _changes(kept) != changes:
                 raise UserError(
