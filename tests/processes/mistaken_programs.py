@@ -12,6 +12,7 @@ from torch import Tensor
 
 from actors.runtime.program import Applied, Evaluation, Interrupt
 from elastic.protocol.votes import Vote
+from pipelines.training.passes.step_samples import StepSamples
 from pipelines.training.replica.replica import ShardedReplica
 from pipelines.training.workload.workload import ModuleInputs
 
@@ -32,13 +33,12 @@ class ZeroesMoments(ShardedReplica):
 class DoublesASample(ShardedReplica):
     """Reads the first sample of one step twice and the second not at all."""
 
-    def _draw_samples(
-        self, step: int, rounds: Sequence[tuple[int, ...]], skipped_batches: Sequence[int]
-    ) -> dict[int, list[int]]:
-        drawn = super()._draw_samples(step, rounds, skipped_batches)
-        if step == MISTAKEN_STEP and 1 in drawn:
-            drawn[1] = super()._draw_samples(step, [(0,)], skipped_batches)[0]
-        return drawn
+    def _feed_round(self, step: int, microbatches: Sequence[int]) -> ModuleInputs:
+        if step == MISTAKEN_STEP and 1 in microbatches:
+            first = StepSamples(self.workload, self.settings)
+            first.draw(step, ((0,),), ())
+            self.samples._samples[1] = first._samples[0]
+        return super()._feed_round(step, microbatches)
 
 
 class ScalesGradients(ShardedReplica):
