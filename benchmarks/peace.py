@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import os
 import sys
-import time
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
@@ -17,13 +16,18 @@ from pathlib import Path
 from statistics import median
 from tempfile import TemporaryDirectory
 
-from elastic_run import RUN_NAME, ElasticRun, elastic_train
+from elastic_run import elastic_train
 from peer_run import SCRIPTS, PeerRun, peer_run, ray_train_peace, torchrun_peace
 from processes import Failed
 from report import Must, bootstrap_interval, conclude, console, parser, show_table
-from turns import RECIPE_ARGUMENTS, START_TIMEOUT_S, WARM_UP_STEPS, Side, take_turns
-
-from pipelines.observe.history.run_folder import TIMELINE, TRACKING
+from turns import (
+    RECIPE_ARGUMENTS,
+    START_TIMEOUT_S,
+    WARM_UP_STEPS,
+    Side,
+    take_turns,
+    wait_for_report,
+)
 
 NUM_STEPS = {
     "gpt": {2: 18, 1: 11},
@@ -39,7 +43,6 @@ OURS, TORCHRUN, RAY_TRAIN = SYSTEMS = ("ours", "torchrun", "Ray Train")
 LARGEST_RATIOS = {2: {TORCHRUN: 1.04, RAY_TRAIN: 1.0}, 1: {TORCHRUN: 1.02}}
 """The largest ratio of our step to that of each system, by number of workers."""
 LARGEST_DIFFERENCE = 1e-4
-REPORT_PATIENCE_S = 20.0
 
 
 @dataclass(frozen=True)
@@ -111,7 +114,7 @@ def measure(model: str, num_workers: int, num_blocks: int, num_steps: int, log_e
         peer_runs = [stack.enter_context(peer_run(peer)) for peer in peers]
         for run in peer_runs:
             wait_for_peer(run)
-        wait_for_observer(ours, storage / RUN_NAME)
+        wait_for_report(ours)
         sides = [Side(ours, lambda: ours.metrics, ours.program.freeze()), *map(side_of, peer_runs)]
         rounds_s = take_turns(sides, num_blocks, num_steps)
         abort_causes = [line["cause"] for line in ours.lines_of("Abort")]
@@ -130,18 +133,6 @@ def measure(model: str, num_workers: int, num_blocks: int, num_steps: int, log_e
 
 def wait_for_peer(run: PeerRun) -> None:
     run.wait_until(lambda: len(run.steps) >= WARM_UP_STEPS, START_TIMEOUT_S, "the first steps")
-
-
-def wait_for_observer(run: ElasticRun, folder: Path) -> None:
-    """Wait until MLflow has the run, and a while for the first report: a run of short steps may
-    have none, since the observer reports only when it has delivered every line."""
-    run.wait_until((folder / TRACKING).exists, START_TIMEOUT_S, "the run in MLflow")
-    deadline = time.monotonic() + REPORT_PATIENCE_S
-    run.wait_until(
-        lambda: (folder / TIMELINE).exists() or time.monotonic() > deadline,
-        START_TIMEOUT_S,
-        "the first report",
-    )
 
 
 def side_of(run: PeerRun) -> Side:

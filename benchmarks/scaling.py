@@ -23,7 +23,14 @@ from elastic_run import ElasticRun, elastic_train
 from peer_run import SCRIPTS
 from processes import Failed
 from report import Must, conclude, parser, show_table
-from turns import RECIPE_ARGUMENTS, START_TIMEOUT_S, WARM_UP_STEPS, Side, take_turns
+from turns import (
+    RECIPE_ARGUMENTS,
+    START_TIMEOUT_S,
+    WARM_UP_STEPS,
+    Side,
+    take_turns,
+    wait_for_report,
+)
 
 from pipelines.observe.history.step_time import StepTimeAccount
 
@@ -79,6 +86,7 @@ def measure(
             folder = storage / str(num_workers)
             run = stack.enter_context(elastic_train(folder, recipe, arguments, environment))
             run.wait_for_world(num_workers, WARM_UP_STEPS, START_TIMEOUT_S)
+            wait_for_report(run)
             runs.append((run, run.program.freeze()))
         sides = [Side(run, partial(getattr, run, "metrics"), frozen) for run, frozen in runs]
         rounds_s = take_turns(sides, num_blocks, num_steps)

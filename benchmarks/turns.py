@@ -128,7 +128,7 @@ def side_by_side(
     """Alternate blocks of our run, which has just started, and of a bare loop; the order within a
     pair changes from pair to pair."""
     ours.wait_for_world(num_workers, WARM_UP_STEPS, START_TIMEOUT_S)
-    ours.wait_until((ours.folder.path / TIMELINE).exists, START_TIMEOUT_S, "the first report")
+    wait_for_report(ours)
     with peer_run(bare_of()) as bare:
         bare.wait_until(
             lambda: len(bare.steps) >= WARM_UP_STEPS, START_TIMEOUT_S, "the first steps"
@@ -144,6 +144,11 @@ def side_by_side(
             for our_line, bare_line in zip(ours.metrics, bare.steps, strict=False)
         ][:WARM_UP_STEPS]
     return Comparison(title, pairs_s, losses, num_blocks - len(pairs_s), num_aborts)
+
+
+def wait_for_report(run: ElasticRun) -> None:
+    """Wait until MLflow has the run and its first report."""
+    run.wait_until((run.folder.path / TIMELINE).exists, START_TIMEOUT_S, "the first report")
 
 
 def take_turns(sides: Sequence[Side], num_blocks: int, num_steps: int) -> list[tuple[float, ...]]:

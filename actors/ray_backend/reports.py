@@ -52,9 +52,10 @@ class Reports:
             self._send()
 
     def _send(self) -> None:
+        if not self._pending:
+            return
         events, self._pending = self._pending, []
-        if events:
-            self._controller.report.remote(self._outbox.incarnation, *events)
+        self._controller.report.remote(self._outbox.incarnation, *events)
         self._sent_s = time.monotonic()
 
     def _serve(self) -> None:
@@ -63,5 +64,4 @@ class Reports:
             self._is_pending.clear()
             time.sleep(STEPS_EVERY_S)
             with self._lock:
-                if self._pending:
-                    self._send()
+                self._send()

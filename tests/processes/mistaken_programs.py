@@ -37,7 +37,9 @@ class DoublesASample(ShardedReplica):
         if step == MISTAKEN_STEP and 1 in microbatches:
             first = StepSamples(self.workload, self.settings)
             first.draw(step, ((0,),), ())
-            self.samples._samples[1] = first._samples[0]
+            first_samples = first._samples[0].samples
+            own = self.samples._samples[1]
+            self.samples._samples[1] = own._replace(samples=first_samples)
         return super()._feed_round(step, microbatches)
 
 

@@ -23,8 +23,7 @@ class Follower:
     def __init__(self, folder: RunFolder) -> None:
         self.trouble = ""
         self.history = History()
-        logs = (folder.journal, folder.metrics, folder.system)
-        self._tails = tuple(map(Tail, logs))
+        self._tails = tuple(map(Tail, folder.history_logs))
         try:
             followed = load_history(folder)
             self.history, self._tails = followed.history, followed.tails

@@ -80,5 +80,5 @@ class History:
 def read_history(folder: RunFolder) -> History:
     """The history of a run from its files, up to now."""
     history = History()
-    history.take(*(Tail(log).drain() for log in (folder.journal, folder.metrics, folder.system)))
+    history.take(*(Tail(log).drain() for log in folder.history_logs))
     return history

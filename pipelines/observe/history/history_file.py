@@ -20,6 +20,8 @@ from pipelines.observe.history.run_folder import RunFolder, Tail
 
 NAME = "history.json"
 VERSION = 3
+LOG_NAMES = ("journal", "metrics", "system")
+"""The keys of the file for `RunFolder.history_logs`."""
 MARK_BYTES = 256
 TAIL_BYTES = 1 << 20
 """How much of a log to read without a cache: enough for the newest loss, speed and memory."""
@@ -52,9 +54,7 @@ class FollowedHistory:
             return
         body = {
             "version": VERSION,
-            "journal": _mark(self.folder.journal, self.journal.offset),
-            "metrics": _mark(self.folder.metrics, self.metrics.offset),
-            "system": _mark(self.folder.system, self.system.offset),
+            **_marks(self.folder, offsets),
             "history": encode(self.history, is_sparse=True),
         }
         self.folder.files.write(NAME, json.dumps(body, separators=(",", ":")).encode())
@@ -66,11 +66,12 @@ def load_history(folder: RunFolder, needs_all_metrics: bool = True) -> FollowedH
 
     Without a cache, all metrics are read only if `needs_all_metrics`, else the newest ones.
     """
-    logs = (folder.journal, folder.metrics, folder.system)
     cached = _cached_history(folder)
     if cached is not None:
         history, offsets = cached
-        journal, metrics, system = (Tail(log, at) for log, at in zip(logs, offsets, strict=True))
+        journal, metrics, system = (
+            Tail(log, at) for log, at in zip(folder.history_logs, offsets, strict=True)
+        )
         followed = FollowedHistory(folder, history, journal, metrics, system, offsets)
     else:
         begin = 0 if needs_all_metrics else _begin_of_tail(folder.metrics)
@@ -88,15 +89,19 @@ def _cached_history(folder: RunFolder) -> tuple[History, tuple[int, ...]] | None
         body = json.loads(folder.files.read(NAME))
         if body["version"] != VERSION:
             return None
-        logs = {"journal": folder.journal, "metrics": folder.metrics, "system": folder.system}
-        for name, log in logs.items():
-            if _mark(log, body[name]["offset"]) != body[name]:
-                return None
-        return decode(History, body["history"]), tuple(body[name]["offset"] for name in logs)
+        offsets = tuple(body[name]["offset"] for name in LOG_NAMES)
+        if any(body[name] != mark for name, mark in _marks(folder, offsets).items()):
+            return None
+        return decode(History, body["history"]), offsets
     except FileNotFoundError:
         return None
     except (ValueError, KeyError, TypeError, AttributeError):
         return None  # a damaged cache is ignored
+
+
+def _marks(folder: RunFolder, offsets: tuple[int, ...]) -> dict[str, dict[str, int]]:
+    logs = zip(LOG_NAMES, folder.history_logs, offsets, strict=True)
+    return {name: _mark(log, offset) for name, log, offset in logs}
 
 
 def _mark(log: LineLog, offset: int) -> dict[str, int]:

@@ -81,6 +81,11 @@ class RunFolder:
         return LineLog(self.files, "system.jsonl")
 
     @property
+    def history_logs(self) -> tuple[LineLog, LineLog, LineLog]:
+        """What a run's history is read from: the journal, the metrics and the system samples."""
+        return self.journal, self.metrics, self.system
+
+    @property
     def statistics(self) -> LineLog:
         """One line per step with statistics of the model (`statistics_every`)."""
         return LineLog(self.files, STATISTICS)

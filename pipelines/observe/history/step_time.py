@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from elastic.protocol.votes import SPLIT
@@ -29,9 +29,9 @@ class StepTimes:
     snapshot_s: float = 0.0
     other_s: float = 0.0
 
-    def add(self, step: StepTimes, sign: int = 1) -> None:
-        for name, value in asdict(step).items():
-            setattr(self, name, getattr(self, name) + sign * value)
+    def add(self, step: StepTimes) -> None:
+        for name in FIELDS:
+            setattr(self, name, getattr(self, name) + getattr(step, name))
 
     @property
     def seconds(self) -> float:
@@ -45,6 +45,9 @@ class StepTimes:
         if not total_s:
             return {}
         return {name.removesuffix("_s"): getattr(self, name) / total_s for name in SPLIT}
+
+
+FIELDS = tuple(part.name for part in fields(StepTimes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,7 +87,9 @@ class StepTimeAccount:
     is_whole: bool = True
     """Whether `run` has all steps: a reader without the cache begins near the end."""
     device: Device = field(default_factory=Device)
-    _recent: deque[tuple[float, StepTimes]] = field(default_factory=deque)
+    _recent: deque[tuple[float, tuple[float, ...]]] = field(default_factory=deque)
+    """When each of the newest steps was committed, and its `StepTimes` in the order of `FIELDS`: a
+    display sums them several times a second."""
 
     def take_ready(self, line: Mapping[str, Any]) -> None:
         """Add one journal line; only `WorkerReady` matters."""
@@ -97,7 +102,7 @@ class StepTimeAccount:
         if step is None:
             return
         self.run.add(step)
-        self._recent.append((row["time"], step))
+        self._recent.append((row["time"], tuple(getattr(step, name) for name in FIELDS)))
         while len(self._recent) > 2 and (
             self._recent[0][0] < row["time"] - RECENT_S or len(self._recent) > MAX_RECENT
         ):
@@ -106,10 +111,8 @@ class StepTimeAccount:
     @property
     def recent(self) -> StepTimes:
         """The newest steps."""
-        total = StepTimes()
-        for _, step in self._recent:
-            total.add(step)
-        return total
+        columns = zip(*(values for _, values in self._recent), strict=True)
+        return StepTimes(**dict(zip(FIELDS, map(sum, columns), strict=False)))
 
 
 def times_of(row: Mapping[str, Any]) -> StepTimes | None:

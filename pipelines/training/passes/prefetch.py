@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from elastic.geometry.sample_order import deal, microbatch_seed
+from elastic.geometry.sample_order import deal
 from pipelines.settings import TrainSettings
-from pipelines.training.workload.data_shard import DataShard, microbatch_sample_ids
-from pipelines.training.workload.sample_order import samples_of
-from pipelines.training.workload.workload import SeededSamples, Workload
-
-Rounds = Sequence[tuple[int, ...]]
-"""The microbatches of each of a rank's passes in a step."""
+from pipelines.training.workload.data_shard import (
+    DataShard,
+    Rounds,
+    draw_samples,
+    microbatches_in,
+)
+from pipelines.training.workload.workload import SeededSamples, Workload, samples_in
 
 
 class SamplePrefetch:
@@ -45,32 +46,22 @@ class SamplePrefetch:
         self, step: int, rounds: Rounds, skipped_batches: Sequence[int]
     ) -> Iterator[list[SeededSamples]]:
         for coming in range(step, self._settings.steps + 1):
-            for microbatches in rounds:
-                if microbatches:
-                    yield [
-                        self._seeded_samples(coming, number, skipped_batches)
-                        for number in microbatches
-                    ]
+            drawn = self._draw(coming, microbatches_in(rounds), skipped_batches)
+            for microbatches in filter(None, rounds):
+                yield [drawn[number] for number in microbatches]
 
-    def _seeded_samples(
-        self, step: int, microbatch: int, skipped_batches: Sequence[int]
-    ) -> SeededSamples:
-        settings = self._settings
-        ids = microbatch_sample_ids(settings, step, microbatch, skipped_batches)
-        samples = samples_of(settings.seed, ids, self._workload.num_samples)
-        return SeededSamples(microbatch_seed(settings.seed, step, microbatch), samples)
+    def _draw(
+        self, step: int, microbatches: Sequence[int], skipped_batches: Sequence[int]
+    ) -> dict[int, SeededSamples]:
+        num_samples = self._workload.num_samples
+        return draw_samples(self._settings, num_samples, step, microbatches, skipped_batches)
 
     def _own(self, num_microbatches: int) -> Sequence[int]:
         return deal(num_microbatches, self._data_shard.num_data_ranks)[self._data_shard.data_rank]
 
     def _training_samples(self, step: int, skipped_batches: Sequence[int]) -> list[int]:
-        settings = self._settings
-        ids = [
-            sample_id
-            for microbatch in self._own(settings.num_microbatches)
-            for sample_id in microbatch_sample_ids(settings, step, microbatch, skipped_batches)
-        ]
-        return samples_of(settings.seed, ids, self._workload.num_samples)
+        own = self._own(self._settings.num_microbatches)
+        return samples_in(list(self._draw(step, own, skipped_batches).values()))
 
     def _held_out_samples(self) -> list[int]:
         settings, size = self._settings, self._settings.microbatch

@@ -5,14 +5,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from elastic.geometry.sample_order import microbatch_seed
 from pipelines.settings import TrainSettings
-from pipelines.training.workload.data_shard import microbatch_sample_ids
-from pipelines.training.workload.sample_order import samples_of
+from pipelines.training.workload.data_shard import Rounds, draw_samples, microbatches_in
 from pipelines.training.workload.workload import SeededSamples, Workload
-
-Rounds = Sequence[tuple[int, ...]]
-"""The microbatches of each of a rank's passes in a step."""
 
 
 class _StepKey(NamedTuple):
@@ -28,7 +23,7 @@ class StepSamples:
         self._workload = workload
         self._settings = settings
         self._key = _StepKey(0, (), ())
-        self._samples: dict[int, Sequence[int]] = {}
+        self._samples: dict[int, SeededSamples] = {}
         self._early: tuple[list[SeededSamples], Any] | None = None
         """What has been read for the next pass."""
 
@@ -37,30 +32,13 @@ class StepSamples:
         key = _StepKey(step, rounds, skipped_batches)
         if key == self._key:
             return
-        ids = self.ids(*key)
-        samples = samples_of(self._settings.seed, ids, self._workload.num_samples)
-        size = self._settings.microbatch
-        own = _microbatches(rounds)
-        self._samples = {m: samples[i * size : (i + 1) * size] for i, m in enumerate(own)}
+        own, num_samples = microbatches_in(rounds), self._workload.num_samples
+        self._samples = draw_samples(self._settings, num_samples, step, own, skipped_batches)
         self._key = key
-
-    def ids(self, step: int, rounds: Rounds, skipped_batches: Sequence[int]) -> list[int]:
-        """The ids of this rank's samples of a step."""
-        return [
-            sample_id
-            for microbatch in _microbatches(rounds)
-            for sample_id in microbatch_sample_ids(
-                self._settings, step, microbatch, skipped_batches
-            )
-        ]
 
     def parts(self, microbatches: Sequence[int]) -> list[SeededSamples]:
         """The samples of a pass of the step that was drawn."""
-        seed, step = self._settings.seed, self._key.step
-        return [
-            SeededSamples(microbatch_seed(seed, step, number), self._samples[number])
-            for number in microbatches
-        ]
+        return [self._samples[microbatch] for microbatch in microbatches]
 
     def read_early(self) -> None:
         """Read the first pass of the next step, while this step's vote is under way.
@@ -85,7 +63,3 @@ class StepSamples:
         if early is not None and early[0] == parts:
             return early[1]
         return self._workload.read_pass(parts, interrupt)
-
-
-def _microbatches(rounds: Rounds) -> list[int]:
-    return [microbatch for microbatches in rounds for microbatch in microbatches]

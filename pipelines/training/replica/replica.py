@@ -31,7 +31,7 @@ from pipelines.training.tensor.tensor_parallel import (
     partial_gradient_names,
     reduce_partial_gradients,
 )
-from pipelines.training.workload.data_shard import DataShard
+from pipelines.training.workload.data_shard import DataShard, Rounds, microbatches_in, sample_ids
 from pipelines.training.workload.parallel_groups import ParallelGroups
 from pipelines.training.workload.seeds import seed_device
 from pipelines.training.workload.state import buffers, build_on_meta, optimizer_factory_of
@@ -203,12 +203,10 @@ class ShardedReplica:
         self.workload.seed_forward(seeds[0])
         return self.workload.feed(batch, device, parallel, *seeds)
 
-    def _record_samples(
-        self, step: int, rounds: Sequence[tuple[int, ...]], skipped_batches: Sequence[int]
-    ) -> None:
+    def _record_samples(self, step: int, rounds: Rounds, skipped_batches: Sequence[int]) -> None:
         """Append the ids of this rank's samples to a file, if the settings say so."""
         file = self.settings.record_samples
         if file and self.parallel.records_samples:
             generation = self.groups.assignment.generation
-            ids = self.samples.ids(step, rounds, skipped_batches)
+            ids = sample_ids(self.settings, step, microbatches_in(rounds), skipped_batches)
             append_samples(file, step, generation, self.groups.world_rank, ids)

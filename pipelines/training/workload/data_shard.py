@@ -6,8 +6,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from actors.runtime.program import Groups
-from elastic.geometry.sample_order import batch_ids, deal, num_rounds
+from elastic.geometry.sample_order import batch_ids, deal, microbatch_seed, num_rounds
 from pipelines.settings import TrainSettings
+from pipelines.training.workload.sample_order import samples_of
+from pipelines.training.workload.workload import SeededSamples
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,6 +38,43 @@ class DataShard:
         if not own:
             return [()] * num_run
         return [tuple(own[i] for i in chosen) for chosen in deal(len(own), num_run)]
+
+
+Rounds = Sequence[tuple[int, ...]]
+"""The microbatches of each of a rank's passes in a step."""
+
+
+def microbatches_in(rounds: Rounds) -> list[int]:
+    return [microbatch for microbatches in rounds for microbatch in microbatches]
+
+
+def sample_ids(
+    settings: TrainSettings, step: int, microbatches: Sequence[int], skipped_batches: Sequence[int]
+) -> list[int]:
+    """The sample ids of some microbatches of a step, in order."""
+    return [
+        sample_id
+        for microbatch in microbatches
+        for sample_id in microbatch_sample_ids(settings, step, microbatch, skipped_batches)
+    ]
+
+
+def draw_samples(
+    settings: TrainSettings,
+    num_samples: int,
+    step: int,
+    microbatches: Sequence[int],
+    skipped_batches: Sequence[int],
+) -> dict[int, SeededSamples]:
+    """Some microbatches of a step: their samples, of `num_samples` in an epoch, and their seeds."""
+    ids = sample_ids(settings, step, microbatches, skipped_batches)
+    samples, size = samples_of(settings.seed, ids, num_samples), settings.microbatch
+    return {
+        microbatch: SeededSamples(
+            microbatch_seed(settings.seed, step, microbatch), samples[i * size : (i + 1) * size]
+        )
+        for i, microbatch in enumerate(microbatches)
+    }
 
 
 def microbatch_sample_ids(
