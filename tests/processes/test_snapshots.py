@@ -14,9 +14,12 @@ from typing import Any
 import pytest
 from harness import Outcome, run_in_processes
 
+from actors.controller.shell import Shell
 from actors.local.process_fleet import ProcessFleet
 from actors.runtime.fault_spec import Fault
-from elastic.reshard.snapshot_interval import AUTO_EVERY
+from elastic.protocol.events import Event, StepCommitted, StopRequested
+from elastic.protocol.snapshot_events import SnapshotTimed
+from elastic.reshard.snapshot_interval import AUTO_EVERY, interval_for
 from pipelines.run.recipes import tiny
 from pipelines.settings import CheckpointSettings, DataSettings
 
@@ -295,15 +298,50 @@ def test_three_consecutive_losses_recover_from_snapshots(
     assert_recovered_from_snapshots(run, undisturbed, num_recoveries=3)
 
 
+class ReportCostlySnapshots:
+    """Reports at each step that a snapshot costs w0 five hundredths of a step, which the quick
+    copies of a small model do not, and stops the run once it has lost a worker, has been given the
+    interval of that cost, and has trained for `NUM_STEPS`."""
+
+    share = 0.05
+
+    def __init__(self, folder: Path) -> None:
+        self.shells: list[Shell] = []
+        self._folder = folder
+        self._is_stopping = False
+
+    def on_event(self, event: Event) -> None:
+        if not isinstance(event, StepCommitted) or self._is_stopping:
+            return
+        self.shells[0].post(SnapshotTimed("w0", event.generation, self.share))
+        if event.generation > 1 and event.record.step > NUM_STEPS and self._is_obeyed():
+            self._is_stopping = True
+            self.shells[0].post(StopRequested("the interval is longer"))
+
+    def _is_obeyed(self) -> bool:
+        return interval_for(self.share, 1) in [
+            line["every"] for line in read_snapshot_commands(self._folder)
+        ]
+
+
 def test_automatic_interval_grows_and_a_loss_costs_no_more_steps(
     tmp_path: Path, undisturbed: Outcome
 ) -> None:
-    """Steps this short take less than a hundred times as long as a snapshot."""
+    costs = ReportCostlySnapshots(tmp_path)
     run = run_in_processes(
-        tmp_path, SETTINGS, 4, layout="fsdp=4", snapshot_every=AUTO_EVERY, fleet_faults=[kill("w2")]
+        tmp_path,
+        SETTINGS.model_copy(update={"steps": 100 * NUM_STEPS}),
+        4,
+        layout="fsdp=4",
+        snapshot_every=AUTO_EVERY,
+        fleet_faults=[kill("w2")],
+        on_shell=costs.shells.append,
+        on_event=costs.on_event,
     )
-    assert run.stopped.outcome == "completed", run.stopped
-    assert run.losses() == pytest.approx(undisturbed.losses(), rel=1e-9)
+    assert run.stopped.outcome == "interrupted", run.stopped
+    losses = run.losses()
+    first_losses = {step: losses[step] for step in range(1, NUM_STEPS + 1)}
+    assert first_losses == pytest.approx(undisturbed.losses(), rel=1e-9)
     intervals = [line["every"] for line in run.lines_of("StartSnapshots")]
     assert intervals[0] == 1 and max(intervals) > 1, intervals
     assert run.lines_of("SnapshotTimed")
