@@ -110,9 +110,9 @@ class MeasuredReplica(ShardedReplica):
         first, *_, last = self.data_shard.rounds(
             self.settings.num_microbatches, self.passes.num_rounds
         )
-        if first != last and microbatches == first:
+        if microbatches == first:
             self.between_bytes.append(-bytes_of_all_tensors())
-        elif first != last and microbatches == last:
+        elif microbatches == last:
             self.between_bytes[-1] += bytes_of_all_tensors()
         return super()._feed_round(step, microbatches)
 
@@ -148,7 +148,7 @@ def train(
         at_rest,
         in_step,
         tensors,
-        median_low(replica.between_bytes or [0]),
+        median_low(replica.between_bytes),
         in_compute.num_collectives,
         in_apply.num_collectives,
     )
