@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
 import psutil
-from torch.distributed.fsdp import FSDPModule
+import torch
 
 from actors.runtime.program import Groups
 from pipelines.run.program import TrainingProgram
@@ -23,6 +23,7 @@ class UsageProgram(TrainingProgram):
     def __init__(self, settings: dict[str, Any], data_folder: str | None = None) -> None:
         super().__init__(settings, data_folder)
         self.folder = Path(os.environ["USAGE_FOLDER"])
+        self.modules = weakref.WeakSet[torch.nn.Module]()
 
     def build(self, groups: Groups) -> ShardedReplica:
         process = psutil.Process()
@@ -33,8 +34,11 @@ class UsageProgram(TrainingProgram):
             "num_threads": process.num_threads(),
             "num_python_threads": threading.active_count(),
             "memory_bytes": process.memory_info().rss,
-            "num_modules": sum(isinstance(obj, FSDPModule) for obj in gc.get_objects()),
+            "num_modules": len(self.modules),
         }
         with open(self.folder / f"usage-{os.getpid()}.jsonl", "a") as out:
             out.write(json.dumps(usage) + "\n")
-        return super().build(groups)
+        replica = super().build(groups)
+        for module in replica.sharded.modules:
+            self.modules.update(module.modules())
+        return replica
