@@ -32,10 +32,10 @@ from turns import (
 NUM_STEPS = {
     "gpt": {2: 18, 1: 11},
     "gpt_dropout": {2: 14, 1: 9},
-    "mlp": {2: 90, 1: 80},
-    "conv": {2: 80, 1: 50},
+    "mlp": {2: 70, 1: 70},
+    "conv": {2: 60, 1: 50},
 }
-"""The steps of a block for each model, by number of workers: about 2 s, the time in which each
+"""The steps of a block for each model, by number of workers: up to 2 s, the time in which each
 process beside the training has its turn."""
 WITH_DROPOUT = ("gpt_dropout",)
 """Models whose losses depend on the system, since each draws other random numbers."""
