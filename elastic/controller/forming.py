@@ -111,10 +111,13 @@ def try_form(state: ControllerState, now: float) -> list[Command]:
 
 
 def _timeout_s(state: ControllerState, num_participants: int) -> float:
-    """How long forming may take: more for many workers, and for a busy cluster."""
+    """How long forming may take: more for many workers, and for a busy cluster. Late formings
+    raise it up to the timeout of collectives, so a worker that never connects does not stop the run
+    for hours."""
     policy, measured_s = state.policy, max(state.forming.recent_form_s, default=0.0)
     scaled_s = policy.form_timeout_per_worker_s * num_participants
-    return max(policy.form_timeout_s, policy.form_factor * measured_s, scaled_s)
+    raised_s = min(policy.form_factor * measured_s, policy.collective_timeout_s)
+    return max(policy.form_timeout_s, raised_s, scaled_s)
 
 
 def note_time(state: ControllerState, now: float, phase: Forming) -> None:

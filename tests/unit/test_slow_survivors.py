@@ -200,6 +200,20 @@ def test_forming_timeout_grows_after_a_late_forming() -> None:
     form_after(stepped, 100.0)
 
 
+def test_forming_timeout_does_not_grow_beyond_that_of_collectives() -> None:
+    """A worker never connects, attempt after attempt."""
+    stepped = commit_steps(SteppedCore(20), 1, 2)
+    lose_worker(stepped, "w19")
+    waits_s = []
+    for _ in range(stepped.core.state.policy.max_attempts - 2):
+        phase = stepped.core.state.phase
+        assert isinstance(phase, Forming)
+        waits_s.append(phase.deadline - stepped.now)
+        stepped.wake_until(Abort)
+        stepped.deliver(*(stepped.unwind(worker, 0.0)[1] for worker in stepped.workers))
+    assert waits_s == pytest.approx([30.0, 90.0, 270.0, 300.0, 300.0, 300.0])
+
+
 def test_time_without_a_controller_does_not_count_as_forming_time() -> None:
     stepped = commit_steps(SteppedCore(8), 1, 2)
     lose_worker(stepped, "w7")
