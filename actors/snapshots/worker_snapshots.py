@@ -22,7 +22,6 @@ from elastic.geometry.tensor_specs import TensorSpec
 from elastic.protocol.commands import StartSnapshots
 from elastic.protocol.events import Event
 from elastic.protocol.snapshot_events import SnapshotTimed
-from elastic.reshard.parity import ballot_of
 from elastic.reshard.snapshot_interval import interval_for
 
 POLL_EVERY_S = 0.02
@@ -72,16 +71,16 @@ class Snapshots:
         return snapshot is not None and snapshot.is_whole and snapshot.step == self._due_step
 
     @property
-    def ballot(self) -> float:
-        """What this worker adds to a vote; `elastic.reshard.parity.num_whole` reads the sum.
+    def whole_order(self) -> int | None:
+        """`num_changes` of the order under which the newest due snapshot is complete, for a vote.
 
         A snapshot under an earlier order does not count: other workers, which do not have the new
         order yet, may have taken one of a later step under it.
         """
         sink = self._sink
         if sink is None or sink.order is not self._noted or not self.are_whole:
-            return 0.0
-        return ballot_of(sink.order.num_changes)
+            return None
+        return sink.order.num_changes
 
     def note_vote(self, num_whole: int, num_members: int) -> None:
         """A snapshot that is complete everywhere is kept until a newer one is."""

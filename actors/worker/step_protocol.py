@@ -174,7 +174,7 @@ class Stepper:
             world_rank,
             (loss_sum, num_tokens, sq_grad_norm),
             wants_pause=self._interruption.is_pause_requested,
-            snapshots=self._snapshots.ballot,
+            snapshot_order=self._snapshots.whole_order,
             wants_save=self._interruption.is_save_requested_by_vote(self._writer.begun_step),
             is_writing=self._writer.is_busy,
             compute_s=tuple(self._compute_times.ballot(step, world_rank, num_workers)),

@@ -6,12 +6,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from math import isfinite
 
-from elastic.reshard.parity import num_whole
-
 RELATIVE_ERROR = 2.0**-50
 """Rounding error for each rank: that of a sum over n ranks is below n times this, relatively."""
 LEAST_SIZE = 1e-290
 """Sums below this may lose all digits if denormal numbers are flushed to zero."""
+NUM_ORDERS = 2**16
+"""So many orders have different numbers in a vote. Their squares, weighted and summed over 100,000
+ranks, fit a float64 exactly."""
 OVERFLOW_SIZE = 1e290
 """A sum can overflow only if the absolute values of its terms add up to more than this."""
 
@@ -33,7 +34,8 @@ class Vote:
     num_nonfinite: int = 0
     num_pause_requests: int = 0
     num_snapshots: int = 0
-    """The number of ranks whose newest due snapshot is complete at every snapshot server."""
+    """The number of ranks whose newest due snapshot is complete at every snapshot server; 0 if they
+    followed different orders."""
     num_save_requests: int = 0
     num_writing: int = 0
     """The number of ranks that still write their part of an earlier checkpoint."""
@@ -64,8 +66,8 @@ class Ballot:
     world_rank: int
     sums: tuple[float, float, float]
     wants_pause: bool = False
-    snapshots: float = 0.0
-    """The value of `elastic.reshard.parity.ballot_of`, or 0."""
+    snapshot_order: int | None = None
+    """If its newest due snapshot is complete, `num_changes` of the order under which it is."""
     wants_save: bool = False
     is_writing: bool = False
     compute_s: tuple[float, ...] = ()
@@ -96,7 +98,7 @@ def pack_vote(ballot: Ballot) -> list[float]:
     is_finite = all(map(isfinite, ballot.sums))
     sums = [value if isfinite(value) else 0.0 for value in ballot.sums]
     flags = (not is_finite, ballot.wants_pause, ballot.wants_save, ballot.is_writing)
-    counts = [ballot.snapshots, *map(float, flags)]  # snapshots first: it needs 51 of 53 bits
+    counts = [*_order_numbers(ballot.snapshot_order), *map(float, flags)]
     guards = [_weighted(counts), _weighted(ballot.compute_s)]
     guards += [abs(value) / 2 for value in sums] + [value / 2 for value in reversed(sums)]
     middle = [float(ballot.step), float(ballot.world_rank)]
@@ -115,8 +117,8 @@ def unpack_vote(numbers: Sequence[float], step: int, num_workers: int) -> Tally:
     _check_exact(numbers, step, num_workers)
     loss_sum, num_tokens, sq_grad_norm = numbers[1:4]
     compute_s = tuple(numbers[4 : 4 + num_times])
-    snapshots, *flags = (round(count) for count in numbers[4 + num_times : 9 + num_times])
-    num_nonfinite, num_pauses, num_saves, num_writing = flags
+    counts = [round(count) for count in numbers[4 + num_times : 11 + num_times]]
+    num_nonfinite, num_pauses, num_saves, num_writing = counts[3:]
     if not _check_sums(numbers, step, num_workers):
         # Each rank's number was finite, so the sum has overflowed, and it has on all ranks.
         loss_sum, sq_grad_norm, num_nonfinite = 0.0, 0.0, num_workers
@@ -134,7 +136,7 @@ def unpack_vote(numbers: Sequence[float], step: int, num_workers: int) -> Tally:
         num_contributions=num_workers,
         num_nonfinite=num_nonfinite,
         num_pause_requests=num_pauses,
-        num_snapshots=num_whole(snapshots),
+        num_snapshots=_num_under_one_order(*counts[:3]),
         num_save_requests=num_saves,
         num_writing=num_writing,
     )
@@ -144,7 +146,7 @@ def unpack_vote(numbers: Sequence[float], step: int, num_workers: int) -> Tally:
 def _check_exact(numbers: Sequence[float], step: int, num_workers: int) -> None:
     """Check the integers of a vote and its compute times. Raises `BrokenVote`."""
     num_times = len(numbers) - _NUM_NUMBERS
-    *counts, steps, ranks, count_guard, time_guard = numbers[4 + num_times : 13 + num_times]
+    *counts, steps, ranks, count_guard, time_guard = numbers[4 + num_times : 15 + num_times]
     exact = {
         "the first contributions": (numbers[0], num_workers),
         "the last contributions": (numbers[-1], num_workers),
@@ -173,6 +175,23 @@ def _check_sums(numbers: Sequence[float], step: int, num_workers: int) -> bool:
         elif abs(value / 2 - half) > slack or abs(half) > size + slack:
             raise _broken(step, f"{value:g} does not match its guard {half:g}")
     return are_finite
+
+
+def _order_numbers(order: int | None) -> list[float]:
+    """A rank's numbers for `_num_under_one_order`; all 0 without a complete snapshot."""
+    if order is None:
+        return [0.0] * 3
+    number = order % NUM_ORDERS
+    return [1.0, float(number), float(number**2)]
+
+
+def _num_under_one_order(num_whole: int, total: int, total_of_squares: int) -> int:
+    """The number of complete snapshots, or 0 if their orders differ: ranks of a set that follow
+    different `StartSnapshots` orders have no parity in common.
+
+    The squares of equal numbers have the least sum (Cauchy-Schwarz).
+    """
+    return num_whole if num_whole * total_of_squares == total**2 else 0
 
 
 def _weighted(values: Sequence[float]) -> float:

@@ -18,8 +18,6 @@ from elastic.geometry.errors import InvalidRedundancy
 ALIGNED_BYTES = 64
 MIN_MEMBERS = 3
 """In a set of two members, the parity at one would be a copy of the other."""
-_DIGIT_BITS = 17
-_NUM_DIGITS = 3
 
 
 def num_chunks_of(redundancy: str) -> int:
@@ -86,20 +84,3 @@ def reads_for(sizes: Sequence[int], lost: int) -> Iterator[ParityRead]:
             chunk = chunk_within(sizes, member, snapshot_server)[: len(wanted)]
             if member != snapshot_server and chunk:
                 yield ParityRead(member, False, chunk.start, len(chunk), wanted.start)
-
-
-def ballot_of(num_changes: int) -> float:
-    """What a rank with a complete snapshot adds to a vote; `num_changes` is that of its order.
-
-    Ranks of a set that follow different `StartSnapshots` orders have no parity in common. So
-    consecutive orders count in different digits of three, which fit a float64 exactly. (A rank that
-    is three orders behind counts as up to date. Each order takes the loss or the start of a
-    snapshot server, so such a lag takes seconds.)
-    """
-    return float(1 << num_changes % _NUM_DIGITS * _DIGIT_BITS)
-
-
-def num_whole(total: int) -> int:
-    """The largest number of ranks that have complete snapshots under the same order."""
-    shifts = range(0, _NUM_DIGITS * _DIGIT_BITS, _DIGIT_BITS)
-    return max(total >> shift & (1 << _DIGIT_BITS) - 1 for shift in shifts)

@@ -123,16 +123,16 @@ def test_snapshot_under_an_earlier_order_does_not_count_in_votes(children: list[
     snapshots = snapshots_at(children[0].snapshot_server)
     snapshots.begin(1, ASSIGNMENT, random_shard(1))
     snapshots.await_whole(interrupt_never)
-    assert snapshots.ballot > 0.0
+    assert snapshots.whole_order == 0
     order = StartSnapshots(3, ("w0",), ((children[0].snapshot_server,),), num_changes=1, every=4)
     snapshots.start_snapshots(order)
     for step in (2, 3):
         snapshots.begin(step, ASSIGNMENT, random_shard(step))
         snapshots.await_whole(interrupt_never)
-        assert snapshots.ballot == 0.0
+        assert snapshots.whole_order is None
     snapshots.begin(4, ASSIGNMENT, random_shard(4))
     snapshots.await_whole(interrupt_never)
-    assert snapshots.ballot > 0.0
+    assert snapshots.whole_order == 1
     snapshots.end_generation()
 
 

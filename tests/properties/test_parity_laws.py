@@ -16,11 +16,9 @@ from elastic.geometry.topology import Place
 from elastic.reshard.holdings import substitute_specs, uncovered
 from elastic.reshard.parity import (
     ALIGNED_BYTES,
-    ballot_of,
     chunk_size,
     chunk_within,
     make_sets,
-    num_whole,
     reads_for,
 )
 from elastic.reshard.snapshot_placement import (
@@ -218,10 +216,3 @@ def test_shortfall_names_the_actual_redundancy() -> None:
     assert reason(2, 2, 3) == needs + "4 parts copied whole"
     assert reason(1, 4, 3) == needs + "no snapshot on another node"
     assert reason(5, 1, 3) == needs + "1 parts copied whole"
-
-
-def test_only_ranks_under_the_same_order_count_together() -> None:
-    assert num_whole(round(sum(ballot_of(1) for _ in range(10_000)))) == 10_000
-    mixed = sum([*(ballot_of(1) for _ in range(7)), *(ballot_of(2) for _ in range(3))])
-    assert num_whole(round(mixed)) == 7
-    assert num_whole(0) == 0

@@ -9,9 +9,16 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from elastic.protocol.votes import Ballot, BrokenVote, Tally, pack_vote, unpack_vote
-from elastic.reshard.parity import ballot_of, num_whole
+from elastic.protocol.votes import (
+    NUM_ORDERS,
+    Ballot,
+    BrokenVote,
+    Tally,
+    pack_vote,
+    unpack_vote,
+)
 
+NO_SUMS = (0.0, 0.0, 0.0)
 FINITE = st.floats(-1e30, 1e30, allow_nan=False)
 NORMS = st.floats(0.0, 1e30)
 
@@ -28,8 +35,8 @@ def votes(draw: st.DrawFn, min_workers: int = 1) -> list[Ballot]:
             times[rank] = draw(st.floats(0.0, 100.0))
         sums = (draw(FINITE), float(draw(st.integers(0, 10**9))), draw(NORMS))
         flags = [draw(st.booleans()) for _ in range(3)]
-        snapshots = ballot_of(draw(st.integers(0, 5))) if draw(st.booleans()) else 0.0
-        ballots.append(Ballot(step, rank, sums, flags[0], snapshots, *flags[1:], tuple(times)))
+        order = draw(st.none() | st.integers(0, 5) | st.integers(0, 2**20))
+        ballots.append(Ballot(step, rank, sums, flags[0], order, *flags[1:], tuple(times)))
     return ballots
 
 
@@ -69,7 +76,8 @@ def test_vote_contains_the_sums_of_all_ballots(ballots: list[Ballot], seed: int)
     assert vote.num_pause_requests == sum(b.wants_pause for b in ballots)
     assert vote.num_save_requests == sum(b.wants_save for b in ballots)
     assert vote.num_writing == sum(b.is_writing for b in ballots)
-    assert vote.num_snapshots == num_whole(round(sum(b.snapshots for b in ballots)))
+    orders = [b.snapshot_order % NUM_ORDERS for b in ballots if b.snapshot_order is not None]
+    assert vote.num_snapshots == (len(orders) if len(set(orders)) == 1 else 0)
     assert tally.compute_s == tuple(b.compute_s[b.world_rank] for b in ballots if b.compute_s)
 
 
@@ -173,3 +181,11 @@ def is_same(numbers: list[float], ballots: list[Ballot], whole: list[float]) -> 
     ]
     saves = [(t.vote.num_save_requests, t.vote.num_writing) for t in (tally, true)]
     return all(near) and all(times) and counts[0] == counts[1] and saves[0] == saves[1]
+
+
+@pytest.mark.parametrize(("orders", "expected"), [((NUM_ORDERS - 1,), 10_000), ((2, 5, 8), 0)])
+def test_only_snapshots_under_one_order_count_together(
+    orders: tuple[int, ...], expected: int
+) -> None:
+    ballots = [Ballot(7, r, NO_SUMS, snapshot_order=orders[r % len(orders)]) for r in range(10_000)]
+    assert read(all_reduce([pack_vote(b) for b in ballots]), ballots).vote.num_snapshots == expected

@@ -14,7 +14,6 @@ from sim.timeline import Body
 
 from elastic.protocol.commands import StartSnapshots
 from elastic.protocol.snapshot_events import SnapshotTimed
-from elastic.reshard.parity import ballot_of
 from elastic.reshard.snapshot_interval import interval_for
 from elastic.reshard.snapshot_placement import SnapshotServer
 
@@ -45,9 +44,9 @@ class Snapshots:
         return self._part is not None and not self._pending and not self._missed
 
     @property
-    def ballot(self) -> float:
+    def whole_order(self) -> int | None:
         whole = self._taken_for if self.are_whole else None
-        return ballot_of(whole.num_changes) if whole else 0.0
+        return whole.num_changes if whole else None
 
     def note(self, num_whole: int, num_members: int) -> None:
         """Note a vote's result: the step is kept until another is whole everywhere."""

@@ -246,7 +246,7 @@ class Trainer:
             rank,
             (nan if is_bad else loss, 1.0, 1.0),
             control.is_pause_requested,
-            self.snapshots.ballot,
+            self.snapshots.whole_order,
             control.is_save_requested_by_vote(self._writer.begun_step),
             self._writer.is_busy,
             tuple(times) if is_timed else (),
