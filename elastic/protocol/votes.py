@@ -117,8 +117,8 @@ def unpack_vote(numbers: Sequence[float], step: int, num_workers: int) -> Tally:
     _check_exact(numbers, step, num_workers)
     loss_sum, num_tokens, sq_grad_norm = numbers[1:4]
     compute_s = tuple(numbers[4 : 4 + num_times])
-    counts = [round(count) for count in numbers[4 + num_times : 11 + num_times]]
-    num_nonfinite, num_pauses, num_saves, num_writing = counts[3:]
+    counts = map(round, numbers[4 + num_times : 11 + num_times])
+    *orders, num_nonfinite, num_pauses, num_saves, num_writing = counts
     if not _check_sums(numbers, step, num_workers):
         # Each rank's number was finite, so the sum has overflowed, and it has on all ranks.
         loss_sum, sq_grad_norm, num_nonfinite = 0.0, 0.0, num_workers
@@ -136,7 +136,7 @@ def unpack_vote(numbers: Sequence[float], step: int, num_workers: int) -> Tally:
         num_contributions=num_workers,
         num_nonfinite=num_nonfinite,
         num_pause_requests=num_pauses,
-        num_snapshots=_num_under_one_order(*counts[:3]),
+        num_snapshots=_num_under_one_order(*orders),
         num_save_requests=num_saves,
         num_writing=num_writing,
     )

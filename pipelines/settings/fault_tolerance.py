@@ -168,7 +168,7 @@ class FailureSettings(Settings):
     form_factor: TimeFactor = setting(
         3.0,
         "Forming gets at least this many times the slowest of the last four formings, late ones "
-        "included, but not for that more than `failure.collective_timeout_s`.",
+        "included, up to `failure.collective_timeout_s`.",
     )
     reshard_timeout_s: Seconds = setting(
         600.0,
