@@ -8,28 +8,18 @@ It trains forever, with the samples of our run in their order.
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
-from itertools import count
 from pathlib import Path
 
 import data_models
 import torch
 import torch.distributed as dist
 from mlp import StepLog
+from own_samples import own_samples
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import DataLoader
 
 from pipelines.settings.recipe import Recipe
-from pipelines.training.workload.sample_order import samples_of
-
-
-def own_samples(recipe: Recipe, num_samples: int) -> Iterator[list[int]]:
-    """The samples of each step that this rank reads."""
-    settings, size = recipe.settings, recipe.settings.batch // dist.get_world_size()
-    for step in count():
-        begin = step * settings.batch + dist.get_rank() * size
-        yield samples_of(settings.seed, range(begin, begin + size), num_samples)
 
 
 def main() -> None:

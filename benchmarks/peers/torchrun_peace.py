@@ -18,13 +18,13 @@ import peace_models
 import torch
 import torch.distributed as dist
 from mlp import StepLog
+from own_samples import own_samples
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 from torch.nn.utils import clip_grad_norm_
 from torch.utils.data import default_collate
 
 from pipelines.settings.recipe import Recipe
-from pipelines.training.workload.sample_order import samples_of
 
 NUM_COMPARED = 10
 """The first steps, whose losses the benchmark compares."""
@@ -42,19 +42,18 @@ def make_model(recipe: Recipe) -> nn.Module:
     return recipe.model()
 
 
-def make_step(recipe: Recipe, replica: nn.Module) -> Callable[[int], Tensor]:
-    """A function that trains one step, counted from 1, and returns the mean loss of this rank.
+def make_step(recipe: Recipe, replica: nn.Module) -> Callable[[], Tensor]:
+    """A function that trains the next step and returns the mean loss of this rank.
 
     The samples of a step are those of our run.
     """
-    data, settings = recipe.data(), recipe.settings
+    data = recipe.data()
     optimizer = recipe.optimizer(list(replica.named_parameters()))
-    size = settings.batch // dist.get_world_size()
+    samples = own_samples(recipe, len(data))
 
-    def step_of(step: int) -> Tensor:
-        begin = (step - 1) * settings.batch + dist.get_rank() * size
-        samples = samples_of(settings.seed, range(begin, begin + size), len(data))
-        losses = recipe.loss(replica, default_collate([data[sample] for sample in samples]))
+    def train_step() -> Tensor:
+        batch = default_collate([data[sample] for sample in next(samples)])
+        losses = recipe.loss(replica, batch)
         loss = losses[0] / losses[1] if isinstance(losses, tuple) else losses.mean()
         optimizer.zero_grad()
         loss.backward()
@@ -62,15 +61,15 @@ def make_step(recipe: Recipe, replica: nn.Module) -> Callable[[int], Tensor]:
         optimizer.step()
         return loss.detach()
 
-    return step_of
+    return train_step
 
 
 def train(folder: Path, recipe: Recipe, replica: nn.Module, log_every: int, report: Report) -> None:
     """Train forever; the process group exists."""
     step_log = StepLog(folder, dist.get_rank())
-    step_of = make_step(recipe, replica)
+    train_step = make_step(recipe, replica)
     for step in count(1):
-        loss = step_of(step)
+        loss = train_step()
         mean_loss = None
         if step <= NUM_COMPARED or step % log_every == 0:
             dist.all_reduce(loss)

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import pytest
 
+from elastic.geometry.sample_order import microbatch_seed, sample_of
 from pipelines.settings import TrainSettings
 from pipelines.training.passes.step_samples import StepSamples
+from pipelines.training.workload.data_shard import draw_steps, microbatch_sample_ids
 from pipelines.training.workload.workload import SeededSamples, nothing
 
 SETTINGS = TrainSettings(batch=8, microbatch=2, steps=3)
@@ -47,6 +50,19 @@ def test_early_batches_equal_the_others_and_are_read_once(workload: ReadWorkload
         assert read_step(early, step) == read_step(plain, step)
         early.read_early()
     assert len(workload.read) == 3 * len(ROUNDS), "nothing is read for a step after the last"
+
+
+@pytest.mark.parametrize("microbatches", [(), (1, 3), range(300)], ids=len)
+def test_steps_drawn_at_once_equal_each_step_alone(microbatches: Sequence[int]) -> None:
+    settings, num_samples = TrainSettings(batch=600, microbatch=2, steps=300), 1000
+    drawn = list(draw_steps(settings, num_samples, 2, microbatches, (7,)))
+    assert len(drawn) == 299
+    for step, parts in enumerate(drawn, 2):
+        assert list(parts) == list(microbatches)
+        for microbatch, part in parts.items():
+            ids = microbatch_sample_ids(settings, step, microbatch, (7,))
+            assert part.samples == [sample_of(settings.seed, i, num_samples) for i in ids]
+            assert part.seed == microbatch_seed(settings.seed, step, microbatch)
 
 
 @pytest.mark.parametrize(

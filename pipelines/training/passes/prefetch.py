@@ -9,7 +9,7 @@ from pipelines.settings import TrainSettings
 from pipelines.training.workload.data_shard import (
     DataShard,
     Rounds,
-    draw_samples,
+    draw_steps,
     microbatches_in,
 )
 from pipelines.training.workload.workload import SeededSamples, Workload, samples_in
@@ -45,23 +45,22 @@ class SamplePrefetch:
     def _passes_from(
         self, step: int, rounds: Rounds, skipped_batches: Sequence[int]
     ) -> Iterator[list[SeededSamples]]:
-        for coming in range(step, self._settings.steps + 1):
-            drawn = self._draw(coming, microbatches_in(rounds), skipped_batches)
+        for drawn in self._draw(step, microbatches_in(rounds), skipped_batches):
             for microbatches in filter(None, rounds):
                 yield [drawn[number] for number in microbatches]
 
     def _draw(
         self, step: int, microbatches: Sequence[int], skipped_batches: Sequence[int]
-    ) -> dict[int, SeededSamples]:
+    ) -> Iterator[dict[int, SeededSamples]]:
         num_samples = self._workload.num_samples
-        return draw_samples(self._settings, num_samples, step, microbatches, skipped_batches)
+        return draw_steps(self._settings, num_samples, step, microbatches, skipped_batches)
 
     def _own(self, num_microbatches: int) -> Sequence[int]:
         return deal(num_microbatches, self._data_shard.num_data_ranks)[self._data_shard.data_rank]
 
     def _training_samples(self, step: int, skipped_batches: Sequence[int]) -> list[int]:
         own = self._own(self._settings.num_microbatches)
-        return samples_in(list(self._draw(step, own, skipped_batches).values()))
+        return samples_in(list(next(self._draw(step, own, skipped_batches)).values()))
 
     def _held_out_samples(self) -> list[int]:
         settings, size = self._settings, self._settings.microbatch

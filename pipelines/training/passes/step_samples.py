@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from pipelines.settings import TrainSettings
-from pipelines.training.workload.data_shard import Rounds, draw_samples, microbatches_in
+from pipelines.training.workload.data_shard import Rounds, draw_steps, microbatches_in
 from pipelines.training.workload.workload import SeededSamples, Workload
 
 
@@ -24,6 +24,7 @@ class StepSamples:
         self._settings = settings
         self._key = _StepKey(0, (), ())
         self._samples: dict[int, SeededSamples] = {}
+        self._coming: Iterator[dict[int, SeededSamples]] = iter(())
         self._early: tuple[list[SeededSamples], Any] | None = None
         """What has been read for the next pass."""
 
@@ -32,8 +33,10 @@ class StepSamples:
         key = _StepKey(step, rounds, skipped_batches)
         if key == self._key:
             return
-        own, num_samples = microbatches_in(rounds), self._workload.num_samples
-        self._samples = draw_samples(self._settings, num_samples, step, own, skipped_batches)
+        if key != self._key._replace(step=self._key.step + 1):
+            own, num_samples = microbatches_in(rounds), self._workload.num_samples
+            self._coming = draw_steps(self._settings, num_samples, step, own, skipped_batches)
+        self._samples = next(self._coming)
         self._key = key
 
     def parts(self, microbatches: Sequence[int]) -> list[SeededSamples]:

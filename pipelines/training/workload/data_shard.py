@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 from actors.runtime.program import Groups
@@ -10,6 +10,9 @@ from elastic.geometry.sample_order import batch_ids, deal, microbatch_seed, num_
 from pipelines.settings import TrainSettings
 from pipelines.training.workload.sample_order import samples_of
 from pipelines.training.workload.workload import SeededSamples
+
+NUM_DRAWN = 512
+"""Samples are drawn for several steps at once: up to this number, a call costs about the same."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,22 +62,33 @@ def sample_ids(
     ]
 
 
-def draw_samples(
+def draw_steps(
     settings: TrainSettings,
     num_samples: int,
-    step: int,
+    first_step: int,
     microbatches: Sequence[int],
     skipped_batches: Sequence[int],
-) -> dict[int, SeededSamples]:
-    """Some microbatches of a step: their samples, of `num_samples` in an epoch, and their seeds."""
-    ids = sample_ids(settings, step, microbatches, skipped_batches)
-    samples, size = samples_of(settings.seed, ids, num_samples), settings.microbatch
-    return {
-        microbatch: SeededSamples(
-            microbatch_seed(settings.seed, step, microbatch), samples[i * size : (i + 1) * size]
-        )
-        for i, microbatch in enumerate(microbatches)
-    }
+) -> Iterator[dict[int, SeededSamples]]:
+    """The same microbatches of each step from `first_step` on: their samples, of `num_samples` in
+    an epoch, and their seeds."""
+    size = settings.microbatch
+    num_steps = max(1, NUM_DRAWN // max(1, len(microbatches) * size))
+    for first in range(first_step, settings.steps + 1, num_steps):
+        keys = [
+            (step, microbatch)
+            for step in range(first, min(first + num_steps, settings.steps + 1))
+            for microbatch in microbatches
+        ]
+        ids = [i for key in keys for i in microbatch_sample_ids(settings, *key, skipped_batches)]
+        samples = samples_of(settings.seed, ids, num_samples)
+        drawn = {
+            key: SeededSamples(
+                microbatch_seed(settings.seed, *key), samples[i * size : (i + 1) * size]
+            )
+            for i, key in enumerate(keys)
+        }
+        for step in range(first, min(first + num_steps, settings.steps + 1)):
+            yield {microbatch: drawn[step, microbatch] for microbatch in microbatches}
 
 
 def microbatch_sample_ids(
