@@ -26,6 +26,8 @@ SPARES_START_S = 30.0
 """Meanwhile the processes start that will replace killed ones."""
 LEAST_RATIOS = {TORCHRUN.name: 1.25, RAY_TRAIN.name: 2.0}
 """The smallest ratio of our steps/s with kills to those of each system."""
+LEAST_UNDISTURBED = 0.97
+"""The smallest ratio of our undisturbed steps/s to torchrun's."""
 
 
 @dataclass(frozen=True)
@@ -116,6 +118,18 @@ def measure_peer(peer: Peer, *times: float) -> Result:
         return measure(side_of_peer(peer, run), peer.settings, *times)
 
 
+def musts_of(ours: Result, *others: Result) -> list[Must]:
+    musts = [Must("ours, share of the undisturbed run", ours.share, 0.8, "", True)]
+    for other in others:
+        what, ratio = f"ours / {other.name}, steps/s with kills", ours.with_kills / other.with_kills
+        musts.append(Must(what, ratio, LEAST_RATIOS[other.name], "", True))
+        if other.name == TORCHRUN.name:
+            what = f"ours / {other.name}, steps/s undisturbed"
+            ratio = ours.undisturbed / other.undisturbed
+            musts.append(Must(what, ratio, LEAST_UNDISTURBED, "", True))
+    return musts
+
+
 def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
     arguments.add_argument("--calm", type=float, default=30.0, help="seconds without kills")
@@ -144,16 +158,7 @@ def main() -> int:
     ]
     columns = ("system", "steps/s undisturbed", "with kills", "share", "kills", "settings")
     show_table(f"a worker killed every {options.every:g} s", columns, rows)
-    ours, *peers = results
-    musts = [Must("ours, share of the undisturbed run", ours.share, 0.8, "", True)]
-    for peer in peers:
-        least = LEAST_RATIOS[peer.name]
-        what = f"ours / {peer.name}, steps/s with kills"
-        musts.append(Must(what, ours.with_kills / peer.with_kills, least, "", True))
-        if peer.name == TORCHRUN.name:
-            ratio = ours.undisturbed / peer.undisturbed
-            musts.append(Must(f"ours / {peer.name}, steps/s undisturbed", ratio, 0.97, "", True))
-    return conclude(musts, options.check)
+    return conclude(musts_of(*results), options.check)
 
 
 if __name__ == "__main__":
