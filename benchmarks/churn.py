@@ -22,7 +22,7 @@ from recovery import NUM_WORKERS, START_TIMEOUT_S
 from report import Must, conclude, console, parser, show_table
 
 WARM_UP_STEPS = 30
-SPARES_START_S = 30.0
+STANDBY_START_S = 30.0
 """Meanwhile the processes start that will replace killed ones."""
 LEAST_RATIOS = {TORCHRUN.name: 1.25, RAY_TRAIN.name: 2.0}
 """The smallest ratio of our steps/s with kills to those of each system."""
@@ -80,7 +80,7 @@ def side_of_peer(peer: Peer, run: PeerRun) -> Side:
 
 def measure(side: Side, settings: str, calm_s: float, churn_s: float, every_s: float) -> Result:
     side.wait_until(lambda: side.step() >= WARM_UP_STEPS, START_TIMEOUT_S, "the first steps")
-    side.steps_in(SPARES_START_S)
+    side.steps_in(STANDBY_START_S)
     undisturbed = side.steps_in(calm_s) / calm_s
     num_steps = num_kills = 0
     began = time.monotonic()
