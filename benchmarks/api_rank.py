@@ -16,6 +16,7 @@ import torch.distributed as dist
 from layouts_rank import NUM_COMPARED, TIMEOUT, build_product_step, time_block
 from torch.utils.data import DataLoader
 
+from actors.distributed.backends.backend import backend_of
 from actors.distributed.meshes import form_groups
 from actors.runtime.machine import keep_freed_memory
 from elastic.geometry.assignment import Assignment
@@ -86,7 +87,7 @@ def build_sides(
     settings = recipe.settings.model_copy(update=changes)
     members = tuple(f"w{rank}" for rank in range(num_ranks))
     assignment = Assignment(1, Layout(dp=num_ranks), members)
-    groups = form_groups(assignment, world_rank, torch.device("cpu"), TIMEOUT)
+    groups = form_groups(backend_of("cpu"), assignment, world_rank, torch.device("cpu"), TIMEOUT)
     sides = {}
     for name, form in zip(FORMS, (recipe, load(train)), strict=True):
         program = TrainingProgram(settings.model_dump(mode="json"), device="cpu", recipe=form)

@@ -18,6 +18,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from actors.distributed.backends.backend import backend_of
 from actors.distributed.meshes import form_groups
 from actors.runtime.compute_time import compute_times
 from actors.runtime.faults import FaultInjector
@@ -84,7 +85,7 @@ def measure(case: Case, layout: Layout, world_rank: int) -> Measurement:
     program = TrainingProgram(case.settings.model_dump(mode="json"), device="cpu")
     members = tuple(f"w{rank}" for rank in range(layout.num_workers))
     assignment = Assignment(1, layout, members)
-    groups = form_groups(assignment, world_rank, program.device, TIMEOUT)
+    groups = form_groups(backend_of("cpu"), assignment, world_rank, program.device, TIMEOUT)
     sides = build_product_step(program, groups), build_bare_step(case, program, layout)
     losses = [[step_of(step) for step in range(1, NUM_COMPARED + 1)] for step_of in sides]
     gc.collect()

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from report import Must, conclude, parser, show_table
 from torch.multiprocessing import start_processes
 
+from actors.distributed.backends.backend import backend_of
 from actors.distributed.meshes import form_groups
 from actors.runtime.program import StateBytes
 from elastic.geometry.assignment import Assignment
@@ -60,7 +61,8 @@ def run_rank(world_rank: int, folder: Path) -> None:
         store = dist.PrefixStore(str(layout), file)
         dist.init_process_group("gloo", store=store, world_size=NUM_WORKERS, rank=world_rank)
         assignment = Assignment(1, layout, tuple(f"w{i}" for i in range(NUM_WORKERS)))
-        groups = form_groups(assignment, world_rank, program.device, timedelta(seconds=300))
+        timeout = timedelta(seconds=300)
+        groups = form_groups(backend_of("cpu"), assignment, world_rank, program.device, timeout)
         replica = program.build(groups)
         regions = {spec: region_of(spec, layout, groups.place) for spec in program.specs()}
         replica.adopt({s.name: program.initial(s, r) for s, r in regions.items() if r is not None})

@@ -20,8 +20,9 @@ from report import Must, conclude, parser, show_table
 from reshard_rank import HOST, KINDS, Job, Measured, Pair, Rounds, run_rank
 from torch.multiprocessing import start_processes
 
-from actors.distributed.state_transfer import AHEAD, LARGEST_BYTES
+from actors.distributed.exchange import AHEAD
 from actors.distributed.store import open_store
+from actors.distributed.transfer_windows import LARGEST_BYTES
 
 PAIRS = {
     "dp-tp": Pair("dp=4", "tp=4"),

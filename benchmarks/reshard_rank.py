@@ -27,8 +27,9 @@ from torch import Tensor
 from torch.distributed import PrefixStore, ProcessGroup, TCPStore, Work
 from transformer_state import lower_bound_bytes, transformer_state
 
-from actors.distributed.state_transfer import ALONE_BYTES, move
-from actors.distributed.torch_private import bare_group
+from actors.distributed.backends.backend import backend_of, bare_group
+from actors.distributed.state_transfer import move
+from actors.distributed.transfer_windows import ALONE_BYTES
 from actors.runtime.machine import keep_freed_memory
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.layout import Layout
@@ -281,7 +282,8 @@ def run_rank(rank: int, job: Job) -> None:
         dist.init_process_group(
             "gloo", store=store, rank=rank, world_size=num_ranks, timeout=TIMEOUT
         )
-        transfer = bare_group("cpu", PrefixStore("transfer", store), rank, num_ranks, TIMEOUT)
+        prefixed = PrefixStore("transfer", store)
+        transfer = bare_group(backend_of("cpu"), prefixed, rank, num_ranks, TIMEOUT)
         measured = Site(pair, specs, reshard, rank, transfer, job.rounds).measure()
         if rank == 0:
             (job.results / f"{number}.json").write_text(json.dumps(asdict(measured)))

@@ -8,8 +8,8 @@ from collections.abc import Callable
 import torch
 from torch.distributed import ProcessGroup
 
+from actors.distributed.backends.torch_groups_private import PeerMessage, exchange_all
 from actors.distributed.stall import wait_for
-from actors.distributed.torch_private import coalesced_exchange
 
 MESSAGE_BYTES = 4 * 2**20
 
@@ -42,10 +42,8 @@ def _shift(
     group: ProcessGroup, outgoing: torch.Tensor, arriving: torch.Tensor, source: int, target: int
 ) -> None:
     device = outgoing.device
-    with coalesced_exchange(group, device):
-        works = [group.recv([arriving], source, 0), group.send([outgoing], target, 0)]
+    receives, sends = [PeerMessage(arriving, source, 0)], [PeerMessage(outgoing, target, 0)]
+    for work in exchange_all(group, device, receives, sends):
+        wait_for(work)
     if device.type == "cuda":
         torch.cuda.synchronize(device)
-    else:
-        for work in works:
-            wait_for(work)

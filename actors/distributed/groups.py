@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-import gc
 import threading
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup, Store, TCPStore
 
-from actors.distributed.gloo_sockets import shut_connections_to, shut_gloo_connections
-from actors.distributed.meshes import form_groups
-from actors.distributed.torch_private import (
-    abort_nccl_groups,
+from actors.distributed.backends.backend import (
+    GroupBackend,
+    backend_of,
     bare_group,
-    disable_nccl_watchdog,
-    group_options,
-    reset_group_tables,
+    dissolve_groups,
+    init_world,
 )
+from actors.distributed.backends.gloo_sockets import shut_connections_to
+from actors.distributed.meshes import form_groups
 from actors.runtime.handshake import store_prefix
 from actors.runtime.program import Groups
 from elastic.protocol.commands import Form
@@ -39,14 +39,18 @@ class Formation:
         timeout_s: float,
         has_experts: bool = False,
         secret: bytes = b"",
+        backend: GroupBackend | None = None,
     ) -> None:
-        """`secret` is the run's: without it the store keys of the groups cannot be guessed."""
+        """`secret` is the run's: without it the store keys of the groups cannot be guessed.
+        `backend` is by default that of the device's type."""
         self._worker = worker
         self._order = order
         self._device = device
         self._timeout = timedelta(seconds=timeout_s)
         self._has_experts = has_experts
         self._prefix = store_prefix(secret, order.generation)
+        self._backend = backend or backend_of(device.type)
+        self._is_forming = False
         self._breaking = threading.Lock()
         self._dissolved = False
         self.groups: Groups | None = None
@@ -54,14 +58,22 @@ class Formation:
 
     @property
     def can_lose_wake_ups(self) -> bool:
-        """Whether an aborted group may leave a call blocked: Gloo does; NCCL's abort ends all."""
-        return self._device.type == "cpu"
+        """Whether an abort may leave the training thread blocked: on Gloo, and while NCCL
+        connects."""
+        return self._backend.loses_wake_ups or self._is_forming
 
-    def form(self) -> None:
+    def form(self, abandonable: Callable[[], AbstractContextManager[None]] = nullcontext) -> None:
         """Form the groups with the other workers of the generation, through the store.
 
-        Raises torch's errors if the store or a peer is gone, or after the timeout.
+        `abandonable` is entered while the calling thread may be abandoned. Raises torch's errors if
+        the store or a peer is gone, or after the timeout.
         """
+        with abandonable() if self._backend.can_be_left else nullcontext():
+            self._is_forming = True
+            self._form()
+            self._is_forming = False
+
+    def _form(self) -> None:
         order = self._order
         client = TCPStore(
             order.store_host,
@@ -71,6 +83,7 @@ class Formation:
             timeout=self._timeout,
         )
         store = PrefixStore(self._prefix, client)
+        self._backend.prepare(store, len(order.plan.participants), self._timeout)
         if self._worker in order.assignment.members:
             self.groups = self._form_world(store)
         self.transfer = self._form_transfer(store)
@@ -81,35 +94,27 @@ class Formation:
             if self._dissolved:
                 return
             shut_connections_to(self._order.store_host, self._order.store_port)
-            if self._device.type == "cuda":
-                abort_nccl_groups(self.transfer)
-            else:
-                shut_gloo_connections()
+            self._backend.abort()
 
     def dissolve(self) -> None:
         """Remove the generation from torch's tables; the caller has dropped model and mesh."""
         with self._breaking:
             self._dissolved = True
             self.groups = self.transfer = None
-            reset_group_tables()
-        gc.collect()
+            dissolve_groups(self._backend)
 
     def _form_world(self, store: Store) -> Groups:
-        order, device_type = self._order, self._device.type
+        order = self._order
         world_rank = order.assignment.world_rank(self._worker)
-        disable_nccl_watchdog()
-        backend, options = group_options(device_type, self._timeout)
-        dist.init_process_group(
-            backend,
-            store=store,
-            rank=world_rank,
-            world_size=order.assignment.layout.num_workers,
-            timeout=self._timeout,
-            pg_options=options,
-            device_id=_current_gpu() if device_type == "cuda" else None,
-        )
+        num_ranks = order.assignment.layout.num_workers
+        init_world(self._backend, store, world_rank, num_ranks, self._timeout)
         return form_groups(
-            order.assignment, world_rank, self._device, self._timeout, self._has_experts
+            self._backend,
+            order.assignment,
+            world_rank,
+            self._device,
+            self._timeout,
+            self._has_experts,
         )
 
     def _form_transfer(self, store: Store) -> ProcessGroup | None:
@@ -119,14 +124,9 @@ class Formation:
             assert self.groups is not None
             return self.groups.world
         return bare_group(
-            self._device.type,
+            self._backend,
             PrefixStore("transfer", store),
             plan.transfer_rank(self._worker),
             len(plan.participants),
             self._timeout,
         )
-
-
-def _current_gpu() -> torch.device:
-    """The device with its index, which torch needs to bind a group to a device."""
-    return torch.device("cuda", torch.cuda.current_device())

@@ -10,20 +10,21 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
-from actors.distributed.torch_private import group_options
+from actors.distributed.backends.backend import GroupBackend
 from actors.runtime.program import Groups
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.layout import Layout
 
 
 def form_groups(
+    backend: GroupBackend,
     assignment: Assignment,
     world_rank: int,
     device: torch.device,
     timeout: timedelta,
     has_experts: bool = False,
 ) -> Groups:
-    """The groups of one rank, after `init_process_group`; all ranks of the world call it.
+    """The groups of one rank, after `init_world`; all ranks of the world call it.
 
     Raises torch's errors if a peer is gone.
     """
@@ -38,12 +39,12 @@ def form_groups(
         world_rank,
         device,
         world,
-        _mesh(dense_ranks(layout), device, timeout),
-        cp=_group_of_rank(by_cp, world_rank, device, timeout),
-        sequence=_group_of_rank(by_sequence, world_rank, device, timeout)
+        _mesh(backend, dense_ranks(layout), timeout),
+        cp=_group_of_rank(backend, by_cp, world_rank, timeout),
+        sequence=_group_of_rank(backend, by_sequence, world_rank, timeout)
         if has_experts and spreads_tokens
         else None,
-        experts=_mesh(expert_ranks(layout), device, timeout)
+        experts=_mesh(backend, expert_ranks(layout), timeout)
         if has_experts and (spreads_tokens or layout.ep > 1)
         else None,
     )
@@ -85,24 +86,29 @@ def _drop_trivial_axes(
 
 
 def _group_of_rank(
-    rows: Tensor, world_rank: int, device: torch.device, timeout: timedelta
+    backend: GroupBackend, rows: Tensor, world_rank: int, timeout: timedelta
 ) -> ProcessGroup | None:
     """The group of the row that contains this rank; None if the row has only this rank."""
     if rows.shape[1] == 1:
         return None
     ranks = next(row for row in rows.tolist() if world_rank in row)
-    backend, options = group_options(device.type, timeout)
     group: ProcessGroup = dist.new_group(
-        ranks, timeout=timeout, backend=backend, pg_options=options, use_local_synchronization=True
+        ranks,
+        timeout=timeout,
+        backend=backend.name,
+        pg_options=backend.options(timeout),
+        use_local_synchronization=True,
     )
     return group
 
 
 def _mesh(
-    arranged: tuple[Tensor, tuple[str, ...]], device: torch.device, timeout: timedelta
+    backend: GroupBackend, arranged: tuple[Tensor, tuple[str, ...]], timeout: timedelta
 ) -> DeviceMesh:
     ranks, axes = arranged
-    options = group_options(device.type, timeout)
     return DeviceMesh(
-        device.type, ranks, mesh_dim_names=axes, backend_override=(options,) * len(axes)
+        backend.device_type,
+        ranks,
+        mesh_dim_names=axes,
+        backend_override=tuple((backend.name, backend.options(timeout)) for _ in axes),
     )

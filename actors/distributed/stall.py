@@ -16,6 +16,7 @@ from types import FrameType
 import torch
 from torch.distributed import Work
 
+from actors.distributed.backends.waiting import waiting
 from actors.runtime.substitute_thread import working_thread
 
 STALL_S = 0.1
@@ -26,8 +27,8 @@ _LOADERS = os.path.join(_TORCH, "utils", "data")
 
 
 def wait_for(work: Work) -> None:
-    """Wait for a transfer, in a frame that `StallDetector` recognizes as a wait in torch."""
-    work.wait()
+    """Wait for a transfer; see `waiting`."""
+    waiting(work.wait)
 
 
 class StallDetector:
@@ -55,7 +56,7 @@ class StallDetector:
 
 
 def _waits_in_torch(frame: FrameType) -> bool:
-    if frame.f_code is wait_for.__code__:
+    if frame.f_code is waiting.__code__:
         return True
     file = frame.f_code.co_filename
     return file.startswith(_TORCH) and not file.startswith(_LOADERS)

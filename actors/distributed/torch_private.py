@@ -1,110 +1,18 @@
-"""All uses of torch's private names, each with the reason why the public API does not suffice.
-
-The first part is about process groups, the second about tensors and modules.
-"""
+"""All uses of torch's private names for tensors and modules, each with the reason why the public
+API does not suffice; `backends/torch_groups_private.py` has those for process groups."""
 
 from __future__ import annotations
 
-import os
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, suppress
-from datetime import timedelta
-from importlib import import_module
+from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import ProcessGroup, Store
-from torch.distributed import distributed_c10d as c10d
-from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils.data._utils import worker as data_worker
 
 # `TorchDispatchMode` is documented, but public only under this module: no other hook sees every
 # operation of a constructor.
-
-SHARED_GLOO = "shared_gloo"
-NUM_GLOO_THREADS = 2
-"""Threads of each group: torch's own default."""
-_gloo_device: list[Any] = []
-"""The device shared by this generation's Gloo groups; empty until the first group."""
-
-
-def group_options(device_type: str, timeout: timedelta) -> tuple[str, Any]:
-    """Backend name and options of one group. They are explicit: a mesh ignores the world's
-    timeout."""
-    if device_type == "cuda":
-        options: Any = dist.ProcessGroupNCCL.Options()
-        options._timeout = timeout
-        return "nccl", options
-    if not _gloo_device:
-        _gloo_device.append(_create_gloo_device(os.environ.get("GLOO_SOCKET_IFNAME", "")))
-    options = dist.ProcessGroupGloo._Options()  # type: ignore[attr-defined]
-    options._timeout = timeout
-    options._devices = list(_gloo_device)
-    options._threads = NUM_GLOO_THREADS
-    return SHARED_GLOO, options
-
-
-def _create_gloo_device(interface: str) -> Any:
-    """The default device ignores the variable. If the machine's name does not resolve to a
-    reachable address, it announces the loopback address to the peers."""
-    if interface:
-        return dist.ProcessGroupGloo.create_device(interface=interface)
-    return dist.ProcessGroupGloo.create_default_device()
-
-
-def _gloo_group(arguments: Any, options: Any) -> Any:
-    """Called by torch to create a group of this backend.
-
-    Torch's own `gloo` creates one device a group, and each device has a thread that wakes a hundred
-    times a second, even if idle.
-    """
-    options.global_ranks_in_group = arguments.global_ranks_in_group
-    options.group_name = arguments.group_id
-    return dist.ProcessGroupGloo(
-        arguments.store, arguments.group_rank, arguments.group_size, options
-    )
-
-
-dist.Backend.register_backend(SHARED_GLOO, _gloo_group, extended_api=True, devices=["cpu"])
-
-
-def bare_group(
-    device_type: str, store: Store, group_rank: int, num_ranks: int, timeout: timedelta
-) -> ProcessGroup:
-    """A group outside of the world, which may contain processes that are not in the world.
-
-    `new_group` accepts only ranks of the world.
-    """
-    group = ProcessGroup(store, group_rank, num_ranks)
-    _, options = group_options(device_type, timeout)
-    backend: Any
-    if device_type == "cuda":
-        kind = ProcessGroup.BackendType.NCCL
-        backend = dist.ProcessGroupNCCL(store, group_rank, num_ranks, options)
-    else:
-        kind = ProcessGroup.BackendType.GLOO
-        backend = dist.ProcessGroupGloo(store, group_rank, num_ranks, options)
-    group._set_default_backend(kind)
-    group._register_backend(torch.device(device_type), kind, backend)
-    return group
-
-
-@contextmanager
-def coalesced_exchange(group: ProcessGroup, device: torch.device) -> Iterator[None]:
-    """On NCCL, coalesce the sends and receives inside into one operation.
-
-    NCCL runs the operations of a pair of ranks in order: two ranks that both receive first would
-    deadlock.
-    """
-    if device.type != "cuda":
-        yield
-        return
-    group._start_coalescing(device)
-    yield
-    group._end_coalescing(device).wait()
 
 
 def all_threads() -> Any:
@@ -114,73 +22,6 @@ def all_threads() -> Any:
     thread, and another thread may end the trace.
     """
     return torch._C._profiler._ExperimentalConfig(profile_all_threads=True)
-
-
-def disable_nccl_watchdog() -> None:
-    """Keep NCCL's watchdog from ending a survivor's process; call it before forming groups.
-
-    By default the watchdog ends the process when a peer dies; here the controller decides that.
-    """
-    os.environ.setdefault("TORCH_NCCL_ASYNC_ERROR_HANDLING", "0")
-    os.environ.setdefault("TORCH_NCCL_ENABLE_MONITORING", "0")
-
-
-def abort_nccl_groups(bare: ProcessGroup | None) -> None:
-    """Abort every NCCL communicator of this process, from any thread.
-
-    `bare` is a group that is not in torch's tables.
-    """
-    groups = groups_in_use()
-    for group in groups:
-        group._get_backend(torch.device("cuda")).abort()
-    if bare is not None and bare not in groups:
-        bare._get_backend(torch.device("cuda")).abort()
-
-
-def groups_in_use() -> list[ProcessGroup]:
-    """Every group in torch's tables."""
-    return list(c10d._world.pg_map)
-
-
-def reset_group_tables() -> None:
-    """Remove all groups from torch's tables, half-formed ones as well.
-
-    A failed `init_process_group` leaves a group count with which the next one never meets the other
-    ranks (FACTS: process groups). The cache of sharding decisions returns meshes of old
-    generations.
-    """
-    world = c10d._world
-    for group in sorted(world.pg_names, key=lambda g: world.pg_names[g], reverse=True):
-        # An aborted group may fail to shut down; it is removed below all the same.
-        with suppress(RuntimeError):
-            group.shutdown()
-    c10d._update_default_pg(None)
-    for table in (
-        world.pg_map,
-        world.pg_names,
-        world.pg_group_ranks,
-        world.pg_backend_config,
-        world.pg_to_tag,
-        world.tags_to_pg,
-        world.pg_coalesce_state,
-    ):
-        table.clear()
-    world.group_count = 0
-    c10d._unregister_all_process_groups()
-    _gloo_device.clear()
-    _clear_sharding_caches()
-
-
-def _clear_sharding_caches() -> None:
-    """As `torch.distributed.tensor.debug` does it, without importing it: it imports the compiler,
-    which would cost each command and worker 1 s."""
-    clear_fast_path = getattr(torch._C, "_clear_DTensor_sharding_propagator_cache", None)
-    if clear_fast_path is None:  # another version of torch
-        import_module("torch.distributed.tensor.debug")._clear_sharding_prop_cache()
-        return
-    dispatcher: Any = DTensor._op_dispatcher
-    dispatcher.sharding_propagator.propagate_op_sharding.cache_clear()
-    clear_fast_path()
 
 
 Tensors = list[Tensor] | tuple[Tensor, ...]

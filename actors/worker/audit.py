@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -36,7 +36,9 @@ class Audit:
         has no replicas to compare."""
         return bool(self._every) and step % self._every == 0 and self._fewest != 1
 
-    def compare(self, step: int, tensors: Mapping[str, Tensor]) -> Audited:
+    def compare(
+        self, step: int, tensors: Mapping[str, Tensor], interrupt: Callable[[], None]
+    ) -> Audited:
         """Compare replicas. Ranks that hold the same regions must be equal in every bit."""
         groups = self.groups
         rows = torch.zeros(groups.layout.num_workers, 2, dtype=torch.int64, device=groups.device)
@@ -44,6 +46,7 @@ class Audit:
         rows[groups.world_rank] = torch.tensor(local_row, dtype=torch.int64)
         wait_for(groups.world.allreduce([rows]))
         parts, sums = rows.T.tolist()
+        interrupt()  # an aborted reduction may have returned garbage
         self._fewest, splits = compare(groups.assignment.members, parts, sums)
         return Audited(groups.assignment.generation, step, self._fewest, splits)
 

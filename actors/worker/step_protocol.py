@@ -107,6 +107,7 @@ class Stepper:
             self._faults.at("vote", step)
             with self.timer.part("compute_s"):  # a GPU computes until the sums can be read
                 values = sums.tolist()
+            self._interruption.check()  # an aborted reduction may have returned garbage
             with self.timer.part("vote_s"):
                 numbers, reduction = self._cast(step, values, sums.device)
             with self.timer.part("data_s"):

@@ -10,8 +10,9 @@ from functools import lru_cache
 from torch import Tensor
 
 from actors.distributed.bandwidth import measure_bandwidths
+from actors.distributed.exchange import Moved
 from actors.distributed.groups import Formation
-from actors.distributed.state_transfer import Moved, TensorPieces, move, stage
+from actors.distributed.state_transfer import TensorPieces, move, stage
 from actors.host_memory.host_copy import clone_buffers
 from actors.runtime.code_digest import digest_of_program
 from actors.runtime.compute_time import compute_times
@@ -107,8 +108,7 @@ class Trainer:
         if held:
             holding_of(self.holdings, self.held_step, held.generation, order.plan.step)
         self.records.go_on_from(order.plan.step, is_holder)
-        old = held.generation if held else 0
-        self.holdings = {g: part for g, part in self.holdings.items() if g == old}
+        self.holdings = {g: h for g, h in self.holdings.items() if held and g == held.generation}
         self.formation = Formation(
             self.worker,
             order,
@@ -119,7 +119,7 @@ class Trainer:
         )
         self.interruption.check()
         self.faults.at("forming", order.plan.step + 1)
-        self.formation.form()
+        self.formation.form(self.interruption.abandonable)
         self.interruption.check()
         if self.formation.groups is not None:
             self.replica = self.program.build(self.formation.groups)
@@ -365,7 +365,7 @@ class Trainer:
         if not audit.is_due(step):
             return True
         with self.interruption.abandonable():
-            audited = audit.compare(step, tensors)
+            audited = audit.compare(step, tensors, self.interruption.check)
         if audited.splits or audit.groups.world_rank == 0:
             self.report(audited)
         return not audited.splits

@@ -21,10 +21,10 @@ from typing import Any, assert_never
 import psutil
 import torch
 
+from actors.distributed.backends.torch_groups_private import groups_in_use
 from actors.distributed.device_check import begin_device_check, kernel_on
 from actors.distributed.groups import Formation
 from actors.distributed.stall import StallDetector
-from actors.distributed.torch_private import groups_in_use
 from actors.runtime.factory import Factory
 from actors.runtime.interruption import Interruption, SaveRequest
 from actors.runtime.machine import flush_denormals, keep_freed_memory, peak_bytes, sample

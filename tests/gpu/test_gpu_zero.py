@@ -15,6 +15,7 @@ from test_replica import local_tensors
 from test_zero import Trained, train
 from torch.multiprocessing import start_processes
 
+from actors.distributed.backends.backend import backend_of, dissolve_groups, init_world
 from actors.distributed.meshes import form_groups
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.layout import Layout
@@ -51,16 +52,19 @@ def run_rank(world_rank: int, folder: Path) -> None:
     file = dist.FileStore(str(folder / "store"), 2)
     for zero, offload in CASES:
         store = dist.PrefixStore(f"{zero} {offload}", file)
-        dist.init_process_group("nccl", store=store, world_size=2, rank=world_rank, timeout=TIMEOUT)
+        backend = backend_of("cuda")
+        backend.prepare(store, 2, TIMEOUT)
+        init_world(backend, store, world_rank, 2, TIMEOUT)
         assignment = Assignment(1, Layout(fsdp=2, zero=zero), ("w0", "w1"))
         program = program_on("cuda", offload=offload)
-        groups = form_groups(assignment, world_rank, program.device, TIMEOUT)
+        groups = form_groups(backend, assignment, world_rank, program.device, TIMEOUT)
         replica = program.build(groups)
         trained = train(program, replica, local_tensors(program, groups))
         if offload:
             assert_on_the_host(replica.state.shards, replica.tensors())
         torch.save(trained._asdict(), folder / f"{zero}-{offload}-{world_rank}.pt")
-        dist.destroy_process_group()
+        dist.barrier()
+        dissolve_groups(backend)
 
 
 def assert_on_the_host(shards: dict[str, torch.Tensor], tensors: dict[str, torch.Tensor]) -> None:

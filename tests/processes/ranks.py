@@ -10,6 +10,7 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
+from actors.distributed.backends.backend import backend_of
 from actors.distributed.meshes import form_groups
 from actors.runtime.program import Groups
 from elastic.geometry.assignment import Assignment
@@ -46,4 +47,4 @@ def formed_groups(
     members = tuple(f"w{rank}" for rank in range(layout.num_workers))
     with default_group(store, name, world_rank, layout.num_workers):
         assignment = Assignment(GENERATION, layout, members)
-        yield form_groups(assignment, world_rank, CPU, TIMEOUT, has_experts)
+        yield form_groups(backend_of("cpu"), assignment, world_rank, CPU, TIMEOUT, has_experts)

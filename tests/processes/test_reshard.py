@@ -18,8 +18,10 @@ import torch.distributed as dist
 from reference_geometry import lower_bound_bytes
 from torch.multiprocessing import start_processes
 
-from actors.distributed.state_transfer import LARGEST_BYTES, Moved, move
-from actors.distributed.torch_private import bare_group
+from actors.distributed.backends.backend import backend_of, bare_group
+from actors.distributed.exchange import Moved
+from actors.distributed.state_transfer import move
+from actors.distributed.transfer_windows import LARGEST_BYTES
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.layout import Layout
 from elastic.geometry.shard_map import region_of
@@ -155,7 +157,7 @@ def reshard_worker(
     reshard: ReshardPlan, worker: str, held_tensors: Mapping[str, torch.Tensor], store: dist.Store
 ) -> tuple[dict[str, torch.Tensor], Moved]:
     transfer_rank, num_ranks = reshard.transfer_rank(worker), len(reshard.participants)
-    group = bare_group("cpu", store, transfer_rank, num_ranks, TIMEOUT)
+    group = bare_group(backend_of("cpu"), store, transfer_rank, num_ranks, TIMEOUT)
     transfers = derive(SPECS, reshard, worker)
     tensors_of_part = {} if transfers.own_part is None else {transfers.own_part: held_tensors}
     moved = move(SPECS, transfers, tensors_of_part, group, CPU, interrupt_never)

@@ -15,8 +15,8 @@ from harness import run_in_processes
 from run_checks import assert_no_step_repeated, assert_survivors_kept
 from torch.distributed import HashStore, ProcessGroup
 
+from actors.distributed.backends.backend import backend_of, bare_group
 from actors.distributed.stall import STALL_S, StallDetector, wait_for
-from actors.distributed.torch_private import bare_group
 from actors.runtime.interruption import Interruption
 from actors.storage.errors import Interrupted
 from pipelines.run.recipes import tiny
@@ -52,7 +52,7 @@ def form_two_ranks() -> list[ProcessGroup]:
     store, groups = HashStore(), {}
 
     def form(rank: int) -> None:
-        groups[rank] = bare_group("cpu", store, rank, 2, timedelta(seconds=60))
+        groups[rank] = bare_group(backend_of("cpu"), store, rank, 2, timedelta(seconds=60))
 
     for thread in start_threads(lambda: form(0), lambda: form(1)):
         thread.join()

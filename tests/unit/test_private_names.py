@@ -1,4 +1,4 @@
-"""Private names of libraries stand in one file for each library, with the reason."""
+"""Private names of a library stand in one file, those of torch in two, with the reasons."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from test_imports import FILES, PACKAGES, ROOT, name_of, parse
 
 WRAPPERS = {
     "torch": ROOT / "actors/distributed/torch_private.py",
+    "torch.distributed": ROOT / "actors/distributed/backends/torch_groups_private.py",
     "ray": ROOT / "actors/ray_backend/cluster/ray_private.py",
     "transformers": ROOT / "pipelines/hugging_face/transformers_private.py",
 }

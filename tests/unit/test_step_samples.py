@@ -55,7 +55,7 @@ def test_early_batches_equal_the_others_and_are_read_once(workload: ReadWorkload
 @pytest.mark.parametrize("microbatches", [(), (1, 3), range(300)], ids=len)
 def test_steps_drawn_at_once_equal_each_step_alone(microbatches: Sequence[int]) -> None:
     settings, num_samples = TrainSettings(batch=600, microbatch=2, steps=300), 1000
-    drawn = list(draw_steps(settings, num_samples, 2, microbatches, (7,)))
+    drawn = list(draw_steps(settings, num_samples, range(2, 301), microbatches, (7,)))
     assert len(drawn) == 299
     for step, parts in enumerate(drawn, 2):
         assert list(parts) == list(microbatches)

@@ -58,7 +58,9 @@ def evaluate(
                 sums[number, 0, microbatch] = total
                 sums[number, 1, microbatch] = count
     dist.all_reduce(sums, group=groups.world)
-    (loss, num_losses), *metrics = [[_total(values) for values in kind] for kind in sums.tolist()]
+    values_by_kind = sums.tolist()
+    interrupt()  # an aborted reduction may have returned garbage
+    (loss, num_losses), *metrics = [[_total(values) for values in k] for k in values_by_kind]
     # Without a count there is no mean.
     means = zip(workload.metrics, metrics, strict=True)
     return Evaluation(

@@ -45,22 +45,24 @@ class SamplePrefetch:
     def _passes_from(
         self, step: int, rounds: Rounds, skipped_batches: Sequence[int]
     ) -> Iterator[list[SeededSamples]]:
-        for drawn in self._draw(step, microbatches_in(rounds), skipped_batches):
+        steps = range(step, self._settings.steps + 1)
+        for drawn in self._draw(steps, microbatches_in(rounds), skipped_batches):
             for microbatches in filter(None, rounds):
                 yield [drawn[number] for number in microbatches]
 
     def _draw(
-        self, step: int, microbatches: Sequence[int], skipped_batches: Sequence[int]
+        self, steps: range, microbatches: Sequence[int], skipped_batches: Sequence[int]
     ) -> Iterator[dict[int, SeededSamples]]:
         num_samples = self._workload.num_samples
-        return draw_steps(self._settings, num_samples, step, microbatches, skipped_batches)
+        return draw_steps(self._settings, num_samples, steps, microbatches, skipped_batches)
 
     def _own(self, num_microbatches: int) -> Sequence[int]:
         return deal(num_microbatches, self._data_shard.num_data_ranks)[self._data_shard.data_rank]
 
     def _training_samples(self, step: int, skipped_batches: Sequence[int]) -> list[int]:
         own = self._own(self._settings.num_microbatches)
-        return samples_in(list(next(self._draw(step, own, skipped_batches)).values()))
+        [drawn] = self._draw(range(step, step + 1), own, skipped_batches)
+        return samples_in(list(drawn.values()))
 
     def _held_out_samples(self) -> list[int]:
         settings, size = self._settings, self._settings.microbatch

@@ -10,6 +10,10 @@ from pipelines.training.workload.data_shard import Rounds, draw_steps, microbatc
 from pipelines.training.workload.workload import SeededSamples, Workload
 
 
+ENDLESS = 2**62
+"""A step that no run reaches."""
+
+
 class _StepKey(NamedTuple):
     step: int
     rounds: Rounds
@@ -35,7 +39,8 @@ class StepSamples:
             return
         if key != self._key._replace(step=self._key.step + 1):
             own, num_samples = microbatches_in(rounds), self._workload.num_samples
-            self._coming = draw_steps(self._settings, num_samples, step, own, skipped_batches)
+            steps = range(step, ENDLESS)
+            self._coming = draw_steps(self._settings, num_samples, steps, own, skipped_batches)
         self._samples = next(self._coming)
         self._key = key
 

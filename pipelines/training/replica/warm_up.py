@@ -3,16 +3,15 @@ fast."""
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from datetime import timedelta
 
 import torch
-import torch.distributed as dist
+from torch.distributed import HashStore
 
+from actors.distributed.backends.backend import backend_of, dissolve_groups, init_world
 from actors.distributed.meshes import form_groups
-from actors.distributed.torch_private import reset_group_tables
 from actors.runtime.factory import quick_imports
 from actors.runtime.program import Groups
 from elastic.geometry.assignment import Assignment
@@ -62,13 +61,14 @@ def warm_up(
 @contextmanager
 def group_of_one(device: torch.device) -> Iterator[Groups]:
     """The groups of a world of one worker, with a store in this process's memory."""
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    backend, store = backend_of(device.type), HashStore()
+    backend.prepare(store, 1, FORMING_TIMEOUT)
     try:
-        yield form_groups(Assignment(0, Layout(), ("alone",)), 0, device, FORMING_TIMEOUT)
+        init_world(backend, store, 0, 1, FORMING_TIMEOUT)
+        assignment = Assignment(0, Layout(), ("alone",))
+        yield form_groups(backend, assignment, 0, device, FORMING_TIMEOUT)
     finally:
-        reset_group_tables()
-        gc.collect()
+        dissolve_groups(backend)
 
 
 def _one_step(
