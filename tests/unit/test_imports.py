@@ -41,6 +41,7 @@ LEVELS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("ray_backend/cluster", "controller"),
         ("worker",),
         ("snapshots", "distributed"),
+        ("distributed/backends",),
         ("host_memory", "notices", "runtime"),
         ("storage",),
     ),

@@ -9,7 +9,6 @@ from pipelines.settings import TrainSettings
 from pipelines.training.workload.data_shard import Rounds, draw_steps, microbatches_in
 from pipelines.training.workload.workload import SeededSamples, Workload
 
-
 ENDLESS = 2**62
 """A step that no run reaches."""
 
