@@ -179,7 +179,7 @@ def collectives(world: ProcessGroup) -> dict[str, Callable[[], object]]:
     }
 
 
-def abort_amid_collectives(rank: Rank) -> None:
+def abort_during_collectives(rank: Rank) -> None:
     """In each generation w0 is alone in another collective; then all form again."""
     names = sorted(collectives(FakeWorld()))
     slowest = 0.0

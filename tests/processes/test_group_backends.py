@@ -75,7 +75,7 @@ def test_death_in_forming_strands_no_survivor(tmp_path: Path, backend: str, scen
 
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_abort_ends_each_blocked_collective(tmp_path: Path, backend: str) -> None:
-    measured = run_scenario(tmp_path, backend, "abort_amid_collectives", 2)
+    measured = run_scenario(tmp_path, backend, "abort_during_collectives", 2)
     assert ABORT_AFTER_S * 0.9 < measured["w0"]["blocked_s"] < ABORT_AFTER_S + MAX_ABORT_S
 
 
