@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from replica_program import program_with
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention
 
 from pipelines.run.recipes import with_custom_model
 from pipelines.settings import TrainSettings
@@ -94,6 +94,44 @@ def make_recipe(loss: Any) -> Recipe:
         SETTINGS,
         collate=collate,
         held_out=Sentences,
+    )
+
+
+class Layer(nn.Module):
+    """Attention and features of words, both with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.qkv = nn.Linear(8, 24)
+        self.features = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Dropout(0.2))
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        attended = scaled_dot_product_attention(
+            *self.qkv(hidden).chunk(3, -1), dropout_p=0.2, is_causal=True
+        )
+        return hidden + self.features(attended)
+
+
+def model_with_dropout() -> nn.Module:
+    return nn.Sequential(nn.Embedding(20, 8), nn.Dropout(0.2), Layer(), nn.Linear(8, 20))
+
+
+class LongSentences(Sentences):
+    """Sentences of one length, shuffled at random as an augmentation would."""
+
+    def __getitem__(self, index: int) -> Tensor:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randint(1, 20, (8,), generator=generator)[torch.randperm(8)]
+
+
+def dropout() -> Recipe:
+    return Recipe(
+        model_with_dropout,
+        loss_of_each_sample,
+        lambda named: torch.optim.AdamW((parameter for _, parameter in named), lr=0.01),
+        LongSentences,
+        SETTINGS,
+        held_out=LongSentences,
     )
 
 

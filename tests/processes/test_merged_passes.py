@@ -63,6 +63,7 @@ CASES = {
     "language model with dropout": Case(DROPOUT),
     "recipe with loss and count": Case(merged_programs.CUSTOM_SETTINGS, "counted"),
     "recipe with a loss for each sample": Case(merged_programs.CUSTOM_SETTINGS, "by_sample"),
+    "recipe with dropout": Case(merged_programs.CUSTOM_SETTINGS, "dropout"),
 }
 
 

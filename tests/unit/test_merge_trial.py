@@ -10,11 +10,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy, mse_loss, normalize
+from torch.utils.checkpoint import checkpoint
 
 from pipelines.settings import TrainSettings
 from pipelines.settings.recipe import Recipe
 from pipelines.training.custom.custom_workload import CustomWorkload
-from pipelines.training.custom.merge_trial import why_unmergeable
+from pipelines.training.custom.merge_trial import try_merging
 
 
 def losses_of_samples(module: nn.Module, batch: Any) -> Tensor:
@@ -42,6 +43,9 @@ def counted_once(module: nn.Module, batch: Tensor) -> tuple[Tensor, int]:
     return losses_of_samples(module, batch).sum(), 1
 
 
+COMPILED = TrainSettings(batch=12, microbatch=2, dtype="float64", compile=True)
+
+
 class Noisy(nn.Module):
     """Draws in forward, by a generator that autograd's own random functions do not use."""
 
@@ -51,6 +55,58 @@ class Noisy(nn.Module):
 
     def forward(self, batch: Tensor) -> Tensor:
         return self.linear(batch) * random.random()
+
+
+class RowDropout(nn.Module):
+    """Dropout of whole features, whose mask is of dim 1 of the samples."""
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return nn.functional.dropout(batch.T.repeat(2, 1), 0.5)[: batch.shape[1]].T
+
+
+class OddDropout(nn.Module):
+    """Draws a number of elements that two microbatches do not divide."""
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return batch * nn.functional.dropout(torch.ones(3), 0.5)
+
+
+class Attention(nn.Module):
+    """Attention with dropout inside another function of torch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention = nn.MultiheadAttention(3, 1, dropout=0.5, batch_first=True)
+
+    def forward(self, batch: Tensor) -> Tensor:
+        tokens = batch[:, None].repeat(1, 4, 1)
+        return self.attention(tokens, tokens, tokens)[0].mean(1)
+
+
+class Checkpointed(nn.Module):
+    """Dropout that autograd runs once more in backward."""
+
+    def forward(self, batch: Tensor) -> Tensor:
+        return checkpoint(nn.functional.dropout, batch, 0.5, use_reentrant=True)
+
+
+class WithAttention(nn.Module):
+    """Fused attention with dropout, under a mask without a dim of samples."""
+
+    def forward(self, batch: Tensor) -> Tensor:
+        tokens = batch[:, None].repeat(1, 4, 1)
+        mask = torch.ones(4, 4, dtype=torch.bool).tril()
+        attend = nn.functional.scaled_dot_product_attention
+        return attend(tokens, tokens, tokens, attn_mask=mask, dropout_p=0.5).sum(1)
+
+
+class Noise(nn.Module):
+    """Noise by several functions: stochastic depth, and values like a tensor's or of a size."""
+
+    def forward(self, batch: Tensor) -> Tensor:
+        kept = batch.new_empty(len(batch), 1).bernoulli_(0.5)
+        noise = torch.rand_like(batch) + torch.randn(len(batch), 1, dtype=batch.dtype)
+        return batch * kept + noise * torch.rand((len(batch), 3), dtype=batch.dtype)
 
 
 def noisy_collate(items: list[Tensor]) -> Tensor:
@@ -91,10 +147,31 @@ def test_losses_of_samples_may_be_merged(loss: Callable[..., Any], microbatch: i
     assert workload.why_unmergeable is None
 
 
+@pytest.mark.parametrize("microbatch", [1, 2, 3])
+@pytest.mark.parametrize(
+    "layer", [nn.Dropout, lambda: nn.Dropout(0.01), nn.AlphaDropout, WithAttention, Noise]
+)
+def test_draws_for_samples_may_be_merged(layer: Any, microbatch: int) -> None:
+    settings = TrainSettings(batch=12, microbatch=microbatch, dtype="float64")
+    workload = make_workload(model=with_layer(layer), settings=settings)
+    assert workload.why_unmergeable is None
+    assert workload.divides_draws
+
+
+def test_module_that_draws_nothing_divides_no_draws() -> None:
+    assert not make_workload().divides_draws
+
+
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"model": with_layer(lambda: nn.Dropout(0.5))}, "draws random numbers, as dropout does"),
+        ({"model": with_layer(lambda: nn.Dropout(0.5, inplace=True))}, "draws random numbers"),
+        ({"model": with_layer(RowDropout)}, "the loss of a sample depends on others"),
+        ({"model": with_layer(OddDropout)}, "draws random numbers, as dropout does"),
+        ({"model": with_layer(Attention)}, "draws random numbers, as dropout does"),
+        ({"model": with_layer(Checkpointed)}, "the gradient of 0.weight depends on which samples"),
+        ({"model": with_layer(nn.Dropout), "collate": torch.stack}, "draws random numbers"),
+        ({"model": with_layer(nn.Dropout), "settings": COMPILED}, "draws random numbers"),
         ({"model": Noisy}, "a pass of the module or loss draws random numbers"),
         ({"collate": noisy_collate}, "collate draws random numbers"),
         ({"model": with_layer(lambda: nn.BatchNorm1d(3))}, "updates buffer 1.running_mean"),
@@ -119,7 +196,7 @@ def test_other_computations_are_not_merged(changes: dict[str, Any], reason: str)
 
 
 def test_large_module_is_not_tried_out() -> None:
-    assert why_unmergeable(make_workload(), max_parameters=11) == (
+    assert try_merging(make_workload(), max_parameters=11).why_not == (
         "the module has 12 parameters, and a trial of merged microbatches is run up to 11"
     )
 

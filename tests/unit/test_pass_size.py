@@ -27,6 +27,7 @@ class Mergeable:
     """What `PassSize` reads of a workload."""
 
     why_unmergeable: str | None = None
+    divides_draws: bool = False
 
 
 class Unmergeable(Mergeable):
@@ -108,6 +109,15 @@ def test_pass_that_draws_is_not_merged(groups: Groups, capsys: pytest.CaptureFix
         torch.rand(2)
     assert size.agree() == 1
     assert "a pass draws random numbers, as dropout does" in capsys.readouterr().out
+
+
+def test_pass_that_draws_is_merged_if_each_microbatch_draws_apart(groups: Groups) -> None:
+    workload = Mergeable()
+    workload.divides_draws = True
+    size = make_size(groups, workload)
+    with size.watched(nn.Identity()):
+        torch.rand(2)
+    assert size.agree() == NUM_MICROBATCHES
 
 
 def test_pass_that_updates_buffers_is_not_merged(groups: Groups) -> None:

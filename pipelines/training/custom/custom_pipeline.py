@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from actors.distributed.torch_private import is_view
 from pipelines.errors import UserError
 from pipelines.settings.overrides import similar_names
+from pipelines.training.custom.microbatch_draws import MicrobatchDraws
 from pipelines.training.workload.workload import Layer, Style, starred
 
 
@@ -28,6 +29,8 @@ class CustomBatch(NamedTuple):
     value: Any
     num_samples: int
     num_held: int
+    draws: MicrobatchDraws | None = None
+    """The context of its forward, if it holds several microbatches that draw."""
 
 
 class UnfitForPipeline(UserError):

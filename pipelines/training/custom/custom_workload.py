@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
@@ -30,7 +31,8 @@ from pipelines.training.custom.custom_module import (
 )
 from pipelines.training.custom.custom_pipeline import Chain, CustomBatch, inputs_of
 from pipelines.training.custom.custom_shape import shape_of
-from pipelines.training.custom.merge_trial import why_unmergeable
+from pipelines.training.custom.merge_trial import Merging, try_merging
+from pipelines.training.custom.microbatch_draws import MicrobatchDraws
 from pipelines.training.custom.pipeline_trial import why_no_pipeline
 from pipelines.training.models.mlp import MlpWorkload
 from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups
@@ -140,8 +142,16 @@ class CustomWorkload:
         return replace(limits, refused=(*limits.refused, ("pp", why_not))) if why_not else limits
 
     @cached_property
+    def _merging(self) -> Merging:
+        return try_merging(self)
+
+    @property
     def why_unmergeable(self) -> str | None:
-        return why_unmergeable(self)
+        return self._merging.why_not
+
+    @property
+    def divides_draws(self) -> bool:
+        return self._merging.divides_draws
 
     @property
     def custom_loss(self) -> CustomLoss:
@@ -256,11 +266,14 @@ class CustomWorkload:
             tensor = tensor.pin_memory() if self.settings.reading.pin_memory else tensor
             return tensor.to(device, dtype, non_blocking=True)
 
-        return batch._replace(value=mapped(fed, batch.value))
+        is_divided = len(seeds) > 1 and self.divides_draws
+        draws = MicrobatchDraws(seeds, device) if is_divided else None
+        return batch._replace(value=mapped(fed, batch.value), draws=draws)
 
     def losses(self, module: nn.Module, fed: CustomBatch, parallel: ParallelGroups) -> LossSums:
         self.release()
-        return _counted(self.loss_in(module.training), module, fed, parallel)
+        with fed.draws or nullcontext():
+            return _counted(self.loss_in(module.training), module, fed, parallel)
 
     def loss_in(self, training: bool) -> Callable[[nn.Module, Any], Losses]:
         """The recipe's loss for training or for evaluation."""

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import default_collate
 
+from pipelines.reading.pass_reader import seed_host
 from pipelines.settings import TrainSettings
 from pipelines.settings.recipe import Recipe
 from pipelines.training.custom.block_flow import in_dtypes
 from pipelines.training.custom.custom_module import build_on_host, seeded
 from pipelines.training.custom.custom_pipeline import CustomBatch
+from pipelines.training.custom.microbatch_draws import MicrobatchDraws
 from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups
-from pipelines.training.workload.seeds import generator_states
+from pipelines.training.workload.seeds import forward_seed, generator_states
 from pipelines.training.workload.state import buffers
 from pipelines.training.workload.trees import mapped
 from pipelines.training.workload.workload import LossSums, Metric, at_least_float32
@@ -26,6 +30,17 @@ CPU = torch.device("cpu")
 NOISE = 0.05
 """Scale of the noise added to parameters: a parameter of value 0 would hide differences."""
 
+
+SEEDS = 1, 2
+"""The seeds of the two microbatches."""
+DROPOUT_LAYERS = (
+    nn.AlphaDropout,
+    nn.Dropout,
+    nn.Dropout1d,
+    nn.Dropout2d,
+    nn.Dropout3d,
+    nn.FeatureAlphaDropout,
+)
 
 T = TypeVar("T")
 
@@ -60,26 +75,33 @@ class _Pass(NamedTuple):
     gradients: dict[str, Tensor]
 
 
-def why_unmergeable(candidate: MergeCandidate, max_parameters: int = MAX_PARAMETERS) -> str | None:
-    """The reason why a pass may not have several of the recipe's microbatches, or None."""
+class Merging(NamedTuple):
+    """Whether a pass may have several of a recipe's microbatches."""
+
+    why_not: str | None
+    divides_draws: bool = False
+    """Whether each microbatch's draws must be made apart; see `MicrobatchDraws`."""
+
+
+def try_merging(candidate: MergeCandidate, max_parameters: int = MAX_PARAMETERS) -> Merging:
+    """Find out whether a pass may have several of the recipe's microbatches."""
     num_parameters = sum(parameter.numel() for parameter in candidate.module().parameters())
     if num_parameters > max_parameters:
-        return (
+        return Merging(
             f"the module has {num_parameters:,} parameters, and a trial of merged microbatches is "
             f"run up to {max_parameters:,}"
         )
     try:
         with seeded(candidate.settings.seed):
-            _try_out(candidate)
+            return _try_out(candidate)
     except _Unmergeable as unmergeable:
-        return str(unmergeable)
+        return Merging(str(unmergeable))
     except Exception as error:
         reason = (str(error).splitlines() or [""])[0]
-        return f"the trial of merged microbatches failed: {type(error).__name__}: {reason}"
-    return None
+        return Merging(f"the trial of merged microbatches failed: {type(error).__name__}: {reason}")
 
 
-def _try_out(candidate: MergeCandidate) -> None:
+def _try_out(candidate: MergeCandidate) -> Merging:
     size = min(2, candidate.settings.microbatch)
     items = candidate.items(candidate.first(2 * size))
     merged, first, second = (
@@ -87,8 +109,15 @@ def _try_out(candidate: MergeCandidate) -> None:
     )
     module = _module(candidate)
     _refuse_mean(candidate.recipe.loss(module, merged.value), 2 * size)
-    together = _run(candidate, module, merged)
-    apart = [_run(candidate, module, batch) for batch in (first, second)]
+    draws = MicrobatchDraws(SEEDS, CPU)
+    with draws if _may_divide_draws(candidate) else nullcontext():
+        together = _drawing_nothing(
+            "a pass of the module or loss", partial(_run, candidate, module, merged)
+        )
+    apart = []
+    for seed, batch in zip(SEEDS, (first, second), strict=True):
+        seed_host(forward_seed(seed))
+        apart.append(_run(candidate, module, batch))
     if not _alike(together.sums.num_tokens, sum(part.sums.num_tokens for part in apart)):
         raise _Unmergeable("the number of losses of a sample depends on its microbatch")
     if not _alike(together.sums.loss, sum(part.sums.loss for part in apart)):
@@ -98,6 +127,15 @@ def _try_out(candidate: MergeCandidate) -> None:
             raise _Unmergeable(
                 f"the gradient of {name} depends on which samples share a microbatch"
             )
+    return Merging(None, draws.has_divided)
+
+
+def _may_divide_draws(candidate: MergeCandidate) -> bool:
+    """Whether draws for a microbatch have the same shapes in any pass, and are not repeated in
+    backward. A custom `collate` may pad samples to the longest of a pass."""
+    settings = candidate.settings
+    is_repeated = settings.activation_checkpointing != "none" or settings.compile
+    return candidate.recipe.collate is default_collate and not is_repeated
 
 
 def _batch_of(candidate: MergeCandidate, items: list[Any]) -> CustomBatch:
@@ -116,6 +154,9 @@ def _module(candidate: MergeCandidate) -> nn.Module:
         for parameter in module.parameters():
             if parameter.is_floating_point():
                 parameter.add_(NOISE * torch.randn_like(parameter))
+    for layer in module.modules():
+        if isinstance(layer, DROPOUT_LAYERS) and layer.p:
+            layer.p = 0.5  # masks of few elements with a small probability may be equal by chance
     return module.train()
 
 
@@ -123,7 +164,7 @@ def _run(candidate: MergeCandidate, module: nn.Module, batch: CustomBatch) -> _P
     before = {name: buffer.clone() for name, buffer in buffers(module)}
     [loss] = candidate.kinds(training=True)
     module.zero_grad()
-    sums = _drawing_nothing("a pass of the module or loss", partial(loss, module, batch, ALONE))
+    sums = loss(module, batch, ALONE)
     for name, buffer in buffers(module):
         if not torch.equal(buffer, before[name]):
             raise _Unmergeable(f"a pass updates buffer {name}, as batch normalization does")

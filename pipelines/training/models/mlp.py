@@ -60,6 +60,7 @@ class MlpWorkload:
 
     custom_loss: CustomLoss | None = None
     why_unmergeable: str | None = None
+    divides_draws = False
 
     def __init__(
         self, settings: MlpSettings, seed: int, dtype: torch.dtype = torch.float32

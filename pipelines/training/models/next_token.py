@@ -40,6 +40,7 @@ class NextToken:
 
     cuts_head = True
     custom_loss: CustomLoss | None = None
+    divides_draws = False
 
     @property
     def why_unmergeable(self) -> str | None:

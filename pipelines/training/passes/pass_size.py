@@ -43,7 +43,9 @@ class PassObservation:
 
     kept_bytes: int
     """The bytes that forward kept for backward."""
-    why_unmergeable: str | None
+    draws: bool
+    """Whether it drew random numbers from the default generators."""
+    updates_buffers: bool = False
 
 
 @dataclass
@@ -110,8 +112,7 @@ class PassSize:
         with kept, results:
             yield
         draws = states != generator_states(self._groups.device)
-        reason = "a pass draws random numbers, as dropout does" if draws else None
-        self._observations.by_layout[self._key] = PassObservation(kept.num_bytes, reason)
+        self._observations.by_layout[self._key] = PassObservation(kept.num_bytes, draws)
 
     @contextmanager
     def _refusing_draws(self) -> Iterator[None]:
@@ -128,7 +129,7 @@ class PassSize:
         """Note that passes update buffers, as batch normalization does."""
         observation = self._observations.by_layout.get(self._key)
         if observation is not None:
-            observation.why_unmergeable = "a pass updates buffers, as batch normalization does"
+            observation.updates_buffers = True
 
     def _own_limit(self) -> int:
         observation = self._observations.by_layout.get(self._key)
@@ -145,7 +146,16 @@ class PassSize:
         return max(1, min(self._most, int(budget / max(1, observation.kept_bytes))))
 
     def _why_unmergeable(self, observation: PassObservation) -> str | None:
-        return observation.why_unmergeable or self._workload.why_unmergeable
+        if observation.updates_buffers:
+            return "a pass updates buffers, as batch normalization does"
+        why_not = self._workload.why_unmergeable
+        if observation.draws and not why_not and not self._may_divide_draws:
+            return "a pass draws random numbers, as dropout does"
+        return why_not
+
+    @property
+    def _may_divide_draws(self) -> bool:
+        return self._workload.divides_draws and self._groups.layout.tp == 1
 
     def _report(self) -> None:
         """Print once why passes have one microbatch."""

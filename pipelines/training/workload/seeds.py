@@ -35,6 +35,14 @@ def seed_device(device: torch.device, seed: int) -> None:
         torch.cuda.manual_seed(seed)
 
 
+def default_generator(device: torch.device) -> Generator:
+    """The generator from which draws on a device come."""
+    if device.type == "cuda":
+        index = torch.cuda.current_device() if device.index is None else device.index
+        return torch.cuda.default_generators[index]
+    return torch.default_generator
+
+
 def generator_states(device: torch.device) -> list[Any]:
     """The states of the random generators of torch, Python and NumPy, to be compared."""
     numpy_state = [np.asarray(part).tolist() for part in np.random.get_state()]

@@ -198,6 +198,11 @@ class Workload(OutputLoss, Protocol):
         """Why several microbatches in one pass would not be the same computation; None if they may
         be. It may take seconds once. A pass that draws random numbers is found in the run."""
 
+    @property
+    def divides_draws(self) -> bool:
+        """Whether a merged pass draws from torch's generators as single microbatches would; known
+        from the same trial."""
+
     def module(self, parallel: ParallelGroups = ALONE) -> nn.Module:
         """Build a module. It is called under the meta device, so values set here are lost.
 
