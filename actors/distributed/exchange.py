@@ -106,19 +106,21 @@ class RoundExchange:
     """The `Exchange` on NCCL. The host only queues it: the GPU packs a round while the one before
     is under way."""
 
+    round_bytes = ROUND_BYTES
+
     def __init__(self, transport: Transport) -> None:
         self._transport = transport
-        self._rounds: list[TransferStep] = []
+        self.rounds: list[TransferStep] = []
 
     def begin(self, outgoing: Windows, incoming: Windows) -> None:
-        share = max(1, ROUND_BYTES // self._transport.group.size())
+        share = max(1, self.round_bytes // self._transport.group.size())
         sends, receives = _by_round(outgoing, share), _by_round(incoming, share)
         numbers = range(1 + max([*sends, *receives], default=-1))
-        self._rounds = [(sends.get(n, []), receives.get(n, [])) for n in numbers]
+        self.rounds = [(sends.get(n, []), receives.get(n, [])) for n in numbers]
 
     def finish(self) -> None:
         before = None
-        for sends, receives in self._rounds:
+        for sends, receives in self.rounds:
             self._transport.check()
             slot = _Slot(self._transport, reuses=False)
             slot.begin(sends, receives)

@@ -40,8 +40,8 @@ def form_groups(
         device,
         world,
         _mesh(backend, dense_ranks(layout), timeout),
-        cp=_group_of_rank(backend, by_cp, world_rank, timeout),
-        sequence=_group_of_rank(backend, by_sequence, world_rank, timeout)
+        cp=_group_of_rank(backend, "cp", by_cp, world_rank, timeout),
+        sequence=_group_of_rank(backend, "sequence", by_sequence, world_rank, timeout)
         if has_experts and spreads_tokens
         else None,
         experts=_mesh(backend, expert_ranks(layout), timeout)
@@ -86,7 +86,7 @@ def _drop_trivial_axes(
 
 
 def _group_of_rank(
-    backend: GroupBackend, rows: Tensor, world_rank: int, timeout: timedelta
+    backend: GroupBackend, axis: str, rows: Tensor, world_rank: int, timeout: timedelta
 ) -> ProcessGroup | None:
     """The group of the row that contains this rank; None if the row has only this rank."""
     if rows.shape[1] == 1:
@@ -98,6 +98,7 @@ def _group_of_rank(
         backend=backend.name,
         pg_options=backend.options(timeout),
         use_local_synchronization=True,
+        group_desc=axis,
     )
     return group
 

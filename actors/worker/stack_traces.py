@@ -7,10 +7,17 @@ import threading
 import time
 import traceback
 from contextlib import suppress
+from pathlib import Path
+from types import FrameType
 
 from actors.storage.storage import Storage
 
 FOLDER = "traces"
+TRAINS = ("loop", "training")
+"""The threads that train: that of a custom training loop, and the worker's."""
+WAITS = ("actors.distributed.backends.waiting", "actors.distributed.stall")
+"""Modules whose frames only wait for a collective: their callers say for which."""
+OURS = ("actors", "elastic", "pipelines")
 
 
 def stacks() -> str:
@@ -22,11 +29,41 @@ def stacks() -> str:
     return "\n".join(texts)
 
 
-def keep_stacks(run: Storage, worker: str, generation: int, cause: str) -> None:
-    """Take the stacks now, and write them in the background to
+def position() -> str:
+    """Where the code of the threads that train is now: the innermost call outside of torch and the
+    standard library, the user's if there is one; empty if there is none."""
+    idents = {thread.name: thread.ident for thread in threading.enumerate()}
+    frames = sys._current_frames()
+    candidates = []
+    for name in TRAINS:
+        frame = frames.get(idents.get(name) or 0)
+        while frame is not None:
+            if _is_shown(frame):
+                candidates.append(frame)
+            frame = frame.f_back
+    users = [frame for frame in candidates if _package(frame) not in OURS]
+    for frame in users or candidates:
+        file = "/".join(Path(frame.f_code.co_filename).parts[-2:])
+        return f"{frame.f_code.co_name} ({file}:{frame.f_lineno})"
+    return ""
+
+
+def _is_shown(frame: FrameType) -> bool:
+    package = _package(frame)
+    is_wait = frame.f_globals.get("__name__") in WAITS
+    return package != "torch" and package not in sys.stdlib_module_names and not is_wait
+
+
+def _package(frame: FrameType) -> str:
+    name: str = frame.f_globals.get("__name__", "")
+    return "" if name == "__main__" else name.partition(".")[0]
+
+
+def keep_stacks(run: Storage, generation: int, worker: str, heading: str) -> None:
+    """Take the stacks now, and write them below the heading, in the background, to
     `traces/g<generation>-<worker>.txt`."""
     when = time.strftime("%Y-%m-%d %H:%M:%S", time.gmtime())
-    text = f"{worker} in generation {generation}, {when} UTC: {cause}\n\n{stacks()}"
+    text = f"{when} UTC, {heading}\n{stacks()}"
 
     def write() -> None:
         with suppress(OSError):  # a reader sees that the file is missing

@@ -22,6 +22,7 @@ import psutil
 import torch
 
 from actors.distributed.backends.torch_groups_private import groups_in_use
+from actors.distributed.collectives import group_progress, progress_text
 from actors.distributed.device_check import begin_device_check, kernel_on
 from actors.distributed.groups import Formation
 from actors.distributed.stall import StallDetector
@@ -33,7 +34,7 @@ from actors.runtime.program import Program
 from actors.storage.errors import DamagedCheckpoint, Interrupted
 from actors.storage.storage import open_storage
 from actors.worker.error_kinds import kind_of, wanted_of
-from actors.worker.stack_traces import keep_stacks
+from actors.worker.stack_traces import keep_stacks, position
 from actors.worker.trainer import Trainer
 from actors.worker.worker_options import Envelope, WorkerOptions
 from elastic.geometry.topology import Place
@@ -50,7 +51,13 @@ from elastic.protocol.commands import (
     SendRecords,
     StartSnapshots,
 )
-from elastic.protocol.events import CheckpointDamaged, Event, WorkerRaised, WorkerReady
+from elastic.protocol.events import (
+    CheckpointDamaged,
+    Event,
+    HangObserved,
+    WorkerRaised,
+    WorkerReady,
+)
 from elastic.protocol.reattachment import Intake
 
 REPEAT_BREAK_S = 0.02
@@ -122,8 +129,7 @@ class Worker:
         match order:
             case Abort():
                 if order.is_hang:
-                    run = open_storage(self._options.run_folder)
-                    keep_stacks(run, self.name, order.generation, order.cause)
+                    self._observe_hang(order)
                 self._interruption.aborted_generation = max(
                     self._interruption.aborted_generation, order.generation
                 )
@@ -141,6 +147,15 @@ class Worker:
                 self._trainer.send_records(order)
             case _:
                 self._orders.put(order)
+
+    def _observe_hang(self, order: Abort) -> None:
+        """Report and store where this worker is, before the abort moves it."""
+        assert self._program is not None
+        groups = group_progress(self._program.device.type)
+        self._report(HangObserved(self.name, order.generation, groups, position()))
+        text = f"{self.name} in generation {order.generation}: {order.cause}"
+        run = open_storage(self._options.run_folder)
+        keep_stacks(run, order.generation, self.name, f"{text}\n\n{progress_text(groups)}")
 
     def num_signs_of_life(self) -> int:
         """A count that grows while the training thread makes progress: the answer to a probe."""

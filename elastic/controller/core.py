@@ -57,6 +57,7 @@ from elastic.protocol.events import (
     Evaluated,
     Event,
     GroupFormed,
+    HangObserved,
     LayoutRequested,
     NodeAtRisk,
     NodeDraining,
@@ -203,6 +204,7 @@ class Core:
         | Audited
         | Paused
         | Quiesced
+        | HangObserved
         | RolledForward
         | RecordsSent
         | PartWritten
@@ -230,12 +232,12 @@ class Core:
                 return running.on_paused(state, now, event)
             case Quiesced():
                 return aborting.on_quiesced(state, now, event)
+            case HangObserved():
+                pass  # for people: the journal keeps it
             case RolledForward():
                 return aborting.on_rolled_forward(state, now, event)
-            case PartWritten():
-                checkpoints.on_part_written(state, now, event)
-            case PartFailed():
-                return checkpoints.on_part_failed(state, now, event)
+            case PartWritten() | PartFailed():
+                return checkpoints.on_part(state, now, event)
             case Checkpointed() | CheckpointsRemoved():
                 return checkpoints.on_stored(state, event)
             case CheckpointDamaged():

@@ -113,8 +113,15 @@ def expect_parts(state: ControllerState, now: float, vote: Vote) -> None:
         state.checkpoints.want_save(now)
 
 
-def on_part_written(state: ControllerState, now: float, event: PartWritten) -> None:
-    """A member has written its part."""
+def on_part(state: ControllerState, now: float, event: PartWritten | PartFailed) -> list[Command]:
+    """A member has written its part, or could not."""
+    if isinstance(event, PartFailed):
+        return _on_part_failed(state, now, event)
+    _on_part_written(state, now, event)
+    return []
+
+
+def _on_part_written(state: ControllerState, now: float, event: PartWritten) -> None:
     _expect_early(state, now, event)
     note_part(state, event.worker)
     upload = state.checkpoints.uploads.get(upload_key(event.generation, event.step))
@@ -125,7 +132,7 @@ def on_part_written(state: ControllerState, now: float, event: PartWritten) -> N
             state.checkpoints.costs.note_write(now - upload.since)
 
 
-def on_part_failed(state: ControllerState, now: float, event: PartFailed) -> list[Command]:
+def _on_part_failed(state: ControllerState, now: float, event: PartFailed) -> list[Command]:
     """A part could not be written: try again later. Published checkpoints stay until there is a
     newer one."""
     _expect_early(state, now, event)

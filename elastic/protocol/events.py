@@ -246,6 +246,28 @@ class Quiesced:
 
 
 @dataclass(frozen=True, slots=True)
+class GroupProgress:
+    """How many collectives of a group (`axis`, world `ranks`) a worker has begun and ended.
+    `operation` is the last that it has begun."""
+
+    axis: str
+    ranks: tuple[int, ...]
+    begun: int
+    ended: int
+    operation: str
+
+
+@dataclass(frozen=True, slots=True)
+class HangObserved:
+    """Where a worker was when a hang aborted its generation; `position` is that of its code."""
+
+    worker: str
+    generation: int
+    groups: tuple[GroupProgress, ...]
+    position: str
+
+
+@dataclass(frozen=True, slots=True)
 class RolledForward:
     """A worker has rolled forward to the step that the vote of `RollForward` decided."""
 
@@ -358,6 +380,7 @@ Event = (
     | Audited
     | Paused
     | Quiesced
+    | HangObserved
     | RolledForward
     | RecordsSent
     | WorkerRaised

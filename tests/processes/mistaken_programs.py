@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -17,6 +18,7 @@ from pipelines.training.replica.replica import ShardedReplica
 from pipelines.training.workload.workload import ModuleInputs
 
 MISTAKEN_STEP = 12
+LONG_S = 5.0
 
 
 class ZeroesMoments(ShardedReplica):
@@ -78,9 +80,45 @@ class DiesOfAHeldOutSample(ShardedReplica):
         return super().evaluate(step, interrupt)
 
 
+class SkipsAReduction(ShardedReplica):
+    """Worker 1 does not take part in the reduction of the gradients of one step."""
+
+    def compute(
+        self, step: int, interrupt: Interrupt, skipped_batches: Sequence[int] = ()
+    ) -> Tensor:
+        if is_first_try_of_worker_1(self, step):
+            return torch.zeros(3, dtype=torch.float64)
+        return super().compute(step, interrupt, skipped_batches)
+
+
+class TakesLongOnce(ShardedReplica):
+    """Worker 1 computes for longer than the hang timeout in one step."""
+
+    def compute(
+        self, step: int, interrupt: Interrupt, skipped_batches: Sequence[int] = ()
+    ) -> Tensor:
+        if is_first_try_of_worker_1(self, step):
+            take_long()
+        return super().compute(step, interrupt, skipped_batches)
+
+
+def is_first_try_of_worker_1(replica: ShardedReplica, step: int) -> bool:
+    assignment = replica.groups.assignment
+    is_first = assignment.generation == 1 and step == MISTAKEN_STEP
+    return is_first and replica.groups.world_rank == 1
+
+
+def take_long() -> None:
+    end = time.monotonic() + LONG_S
+    while time.monotonic() < end:
+        pass
+
+
 moments_zeroed = program_with(ZeroesMoments)
 sample_doubled = program_with(DoublesASample)
 gradients_scaled = program_with(ScalesGradients)
 seeds_by_rank = program_with(SeedsByRank)
 dies_of_a_sample = program_with(DiesOfASample)
 dies_of_a_held_out_sample = program_with(DiesOfAHeldOutSample)
+skips_a_reduction = program_with(SkipsAReduction)
+takes_long_once = program_with(TakesLongOnce)

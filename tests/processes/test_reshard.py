@@ -4,13 +4,14 @@ bytes are sent (invariants 3 and 4)."""
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from datetime import timedelta
 from functools import cache
+from itertools import product
 from math import prod
 from multiprocessing import set_forkserver_preload
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
 import pytest
 import torch
@@ -19,9 +20,9 @@ from reference_geometry import lower_bound_bytes
 from torch.multiprocessing import start_processes
 
 from actors.distributed.backends.backend import backend_of, bare_group
-from actors.distributed.exchange import Moved
+from actors.distributed.exchange import Exchange, Moved, RoundExchange, SteppedExchange
 from actors.distributed.state_transfer import move
-from actors.distributed.transfer_windows import LARGEST_BYTES
+from actors.distributed.transfer_windows import LARGEST_BYTES, TransferWindow, Windows
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.layout import Layout
 from elastic.geometry.shard_map import region_of
@@ -107,6 +108,29 @@ def build_specs() -> tuple[TensorSpec, ...]:
 SPECS = build_specs()
 
 
+class SmallRounds(RoundExchange):
+    """The exchange of GPUs, in many rounds. It records the windows of each round by peer."""
+
+    round_bytes = 6 * 2**20
+    recorded: ClassVar[list[dict[str, dict[str, list[int]]]]] = []
+
+    def begin(self, outgoing: Windows, incoming: Windows) -> None:
+        super().begin(outgoing, incoming)
+        for sends, receives in self.rounds:
+            self.recorded.append({"sent": sizes_of(sends), "received": sizes_of(receives)})
+
+
+def sizes_of(windows: Sequence[TransferWindow]) -> dict[str, list[int]]:
+    """The sizes of windows in their order, by the peer's transfer rank."""
+    return {
+        str(peer): [w.num_bytes for w in windows if w.peer == peer]
+        for peer in {window.peer for window in windows}
+    }
+
+
+EXCHANGES: dict[str, type[Exchange]] = {"steps": SteppedExchange, "rounds": SmallRounds}
+
+
 def interrupt_never() -> None:
     """An `Interrupt` that never raises."""
 
@@ -154,13 +178,18 @@ def same_bits(first: torch.Tensor, second: torch.Tensor) -> bool:
 
 
 def reshard_worker(
-    reshard: ReshardPlan, worker: str, held_tensors: Mapping[str, torch.Tensor], store: dist.Store
+    reshard: ReshardPlan,
+    worker: str,
+    held_tensors: Mapping[str, torch.Tensor],
+    store: dist.Store,
+    exchange_type: type[Exchange],
 ) -> tuple[dict[str, torch.Tensor], Moved]:
     transfer_rank, num_ranks = reshard.transfer_rank(worker), len(reshard.participants)
     group = bare_group(backend_of("cpu"), store, transfer_rank, num_ranks, TIMEOUT)
     transfers = derive(SPECS, reshard, worker)
     tensors_of_part = {} if transfers.own_part is None else {transfers.own_part: held_tensors}
-    moved = move(SPECS, transfers, tensors_of_part, group, CPU, interrupt_never)
+    parts = transfers, tensors_of_part, group, CPU, interrupt_never
+    moved = move(SPECS, *parts, exchange_type=exchange_type)
     group.barrier().wait()  # no worker closes its connections while others still read
     return moved
 
@@ -171,7 +200,7 @@ def run_worker(rank: int, folder: Path) -> None:
     worker = WORKERS[rank]
     file = dist.FileStore(str(folder / "store"), NUM_PROCESSES)
     results: dict[str, dict[str, Any]] = {}
-    for pair in PAIRS:
+    for name, pair in product(EXCHANGES, PAIRS):
         held_tensors: dict[str, torch.Tensor] = {}
         for direction, reshard in pair.plans().items():
             if worker not in reshard.participants:
@@ -179,10 +208,16 @@ def run_worker(rank: int, folder: Path) -> None:
             assert reshard.old is not None
             if direction == "there" and worker in reshard.holders:
                 held_tensors = shard_of(reshard.old, worker)
-            store = dist.PrefixStore(f"{pair} {direction}", file)
-            new_tensors, moved = reshard_worker(reshard, worker, held_tensors, store)
+            key = f"{pair} {direction} in {name}"
+            store = dist.PrefixStore(key, file)
+            SmallRounds.recorded.clear()
+            new_tensors, moved = reshard_worker(
+                reshard, worker, held_tensors, store, EXCHANGES[name]
+            )
             tensors_before = shard_of(reshard.old, worker) if worker in reshard.holders else {}
-            results[f"{pair} {direction}"] = {
+            results[key] = {
+                "transfer_rank": reshard.transfer_rank(worker),
+                "rounds": list(SmallRounds.recorded),
                 "sent": moved.bytes_sent,
                 "received": moved.bytes_received,
                 "wrong": differing_names(new_tensors, shard_of(reshard.new, worker)),
@@ -201,13 +236,14 @@ def results(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, dict[str
     return [json.loads((folder / f"{worker}.json").read_text()) for worker in WORKERS]
 
 
+@pytest.mark.parametrize("exchange", EXCHANGES)
 @pytest.mark.parametrize("direction", ["there", "back"])
 @pytest.mark.parametrize("pair", PAIRS, ids=str)
 def test_reshard_delivers_each_region_and_sends_only_missing_bytes(
-    results, pair, direction
+    results, pair, direction, exchange
 ) -> None:
     reshard = pair.plans()[direction]
-    results_of_pair = [by_name.get(f"{pair} {direction}") for by_name in results]
+    results_of_pair = [by_name.get(f"{pair} {direction} in {exchange}") for by_name in results]
     participants = [
         worker
         for worker, result in zip(WORKERS, results_of_pair, strict=True)
@@ -222,3 +258,34 @@ def test_reshard_delivers_each_region_and_sends_only_missing_bytes(
     assert sum(result["received"] for result in present) == bound
     in_place = ("dp=4 to tp=4 there", "dp=1 to dp=3 back", "tp=2 to dp=2 back")
     assert bool(bound) == (f"{pair} {direction}" not in in_place)
+
+
+@pytest.mark.parametrize("direction", ["there", "back"])
+@pytest.mark.parametrize("pair", PAIRS, ids=str)
+def test_both_workers_of_a_pair_put_the_same_windows_into_the_same_round(
+    results, pair, direction
+) -> None:
+    """A round on NCCL waits for all its messages, so one in another round would wait for ever."""
+    key = f"{pair} {direction} in rounds"
+    by_rank = {
+        result[key]["transfer_rank"]: result[key]["rounds"] for result in results if key in result
+    }
+    for rank, rounds in by_rank.items():
+        for number, round_of_sender in enumerate(rounds):
+            for peer, sizes in round_of_sender["sent"].items():
+                received = by_rank[int(peer)][number]["received"]
+                assert received[str(rank)] == sizes
+
+
+def test_large_reshards_take_many_rounds_of_bounded_size(results) -> None:
+    rounds = [
+        window_sizes
+        for result in results
+        for by_name in result.values()
+        for window_sizes in by_name["rounds"]
+    ]
+    num_rounds = [len(by_name["rounds"]) for result in results for by_name in result.values()]
+    assert max(num_rounds) >= 3
+    for sizes in rounds:
+        sent = [sum(sizes_to_peer) for sizes_to_peer in sizes["sent"].values()]
+        assert sum(sent) <= SmallRounds.round_bytes + len(sent) * LARGEST_BYTES["cpu"]

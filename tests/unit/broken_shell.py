@@ -51,6 +51,7 @@ from elastic.protocol.events import (
     Evaluated,
     Event,
     GroupFormed,
+    HangObserved,
     LayoutRequested,
     NodeAtRisk,
     NodeDraining,
@@ -119,6 +120,7 @@ SAMPLES: list[Event] = [
     Evaluated(1, 10, 1.0),
     Audited(1, 10, 2),
     Quiesced("w9", 1, 1),
+    HangObserved("w9", 1, (), ""),
     RolledForward("w9", 1, RECORD),
     RecordsSent("w9", 1, ()),
     WorkerRaised("w9", 1, "program", "an error"),
@@ -132,7 +134,7 @@ SAMPLES: list[Event] = [
     Progressed(1),
     Woke(),
 ]
-"""One event of each kind that does not occur in a run by itself; they change next to nothing."""
+"""An event of each kind that does not occur by itself; they change next to nothing."""
 
 
 class Broken(Exception):
@@ -379,8 +381,7 @@ def saved_steps(folder: Path) -> list[int]:
 def extra_commands() -> list[Command]:
     """One command of each kind that an undisturbed run does not issue; they have no effect."""
     return [
-        all_commands.StartSnapshotServer("node9"),
-        all_commands.StopSnapshotServer("node9", "unused"),
+        *(all_commands.StartSnapshotServer("node9"), all_commands.StopSnapshotServer("node9", "")),
         all_commands.StartSnapshots(1, (), ()),
         all_commands.QuerySnapshotServers(1, ()),
         all_commands.ForgetSnapshots(1, ()),

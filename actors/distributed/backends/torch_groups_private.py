@@ -3,6 +3,7 @@ does not suffice."""
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -72,6 +73,7 @@ def nccl_options(timeout: timedelta) -> Any:
 def as_group(backend: Any, device_type: str, arguments: BackendArguments) -> ProcessGroup:
     """A group of this backend that is not in torch's tables, as torch makes its own."""
     group = ProcessGroup(arguments.store, arguments.rank, arguments.num_ranks)
+    group._set_group_desc(arguments.name)
     kind = ProcessGroup.BackendType.CUSTOM
     group._set_default_backend(kind)
     group._register_backend(torch.device(device_type), kind, backend)
@@ -104,6 +106,15 @@ def exchange_all(
     works = [group.recv([message.tensor], message.peer, message.tag) for message in receives]
     works += [group.send([message.tensor], message.peer, message.tag) for message in sends]
     return [group._end_coalescing(device)] if on_gpu else works
+
+
+def flight_recorder(device_type: str) -> dict[str, Any]:
+    """torch's record of the newest collectives of this process, which has no public name; empty in
+    a torch without it."""
+    name = "_dump_nccl_trace_json" if device_type == "cuda" else "_dump_fr_trace_json"
+    dump = getattr(torch._C._distributed_c10d, name, None)
+    recorded: dict[str, Any] = json.loads(dump(True, False)) if dump is not None else {}
+    return recorded
 
 
 def groups_in_use() -> list[ProcessGroup]:

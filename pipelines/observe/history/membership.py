@@ -7,6 +7,7 @@ from typing import Any
 
 from elastic.protocol.wire import is_progress, is_steps, steps_in
 from pipelines.observe.history.formatting import counted, duration, shortened
+from pipelines.observe.history.hang import diagnose
 from pipelines.observe.history.run_events import (
     RunEvent,
     Session,
@@ -86,6 +87,8 @@ class Membership:
     _failed_checkpoint: tuple[str, int] = ("", 0)
     _reported_without_replicas: set[str] = field(default_factory=set)
     """The layouts for which an event says that an audit compares nothing."""
+    _hang_reports: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """The `HangObserved` line of each worker, until the hang is over."""
     _trouble_since: float | None = None
     _has_resumed: bool = False
 
@@ -99,6 +102,7 @@ class Membership:
             self.phase, self.waiting_since = PHASES[name], None
         if is_steps(line) or is_progress(line):
             self._advance(line)
+        self._take_hang(name, line)
         if "warning" in line:
             self._note(line, "failed checkpoint", line["warning"], cause=line["warning"])
         match name:
@@ -239,6 +243,15 @@ class Membership:
         if self._trouble_since is None:
             self._trouble_since = time
         self._stretch(time, len(self.members), training=False)
+
+    def _take_hang(self, name: str, line: dict[str, Any]) -> None:
+        """Collect what the workers of a generation that hung report, and note it afterwards."""
+        if name == "HangObserved":
+            self._hang_reports[line["worker"]] = line
+        elif self._hang_reports and name in ("Form", "Waited", "Stopped"):
+            text = diagnose(self.ranked, self._hang_reports)
+            self._hang_reports.clear()
+            self._note(line, "hang", f"hang: {text}", cause=text)
 
     def _resume(self, line: dict[str, Any]) -> None:
         workers = tuple(line["workers"])

@@ -14,7 +14,7 @@ class RunEvent:
 
     `kind` is ready, joined, lost, left, draining, worker draining, resumed, rolled back,
     skipped, spike, audit, straggler, quarantined, used again, checkpoint, failed checkpoint,
-    evaluated, starting, waiting, layout, refused layout, controller restarted, controller
+    evaluated, hang, starting, waiting, layout, refused layout, controller restarted, controller
     error, controller recovered, not finite, nothing counted, stopping or stopped.
     `short` is its subject in a word or two. `value` is the held-out loss of an evaluation, or the
     seconds of a recovery; `metrics` are the other metrics of the held-out data.

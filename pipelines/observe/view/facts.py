@@ -18,6 +18,7 @@ COLOURS = {
     "failed checkpoint": "red",
     "rolled back": "yellow",
     "audit": "red",
+    "hang": "red",
     "skipped": "yellow",
     "not finite": "yellow",
     "nothing counted": "yellow",
