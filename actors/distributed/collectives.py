@@ -9,30 +9,27 @@ from actors.distributed.backends.torch_groups_private import flight_recorder
 from elastic.protocol.events import GroupProgress
 
 WORLD = "default_pg"
-"""torch's description of the default group, the first one of a generation."""
+"""torch's description of the default group."""
 MESH = "mesh_"
 """The beginning of torch's description of a group of a mesh; its axis follows."""
 
 
-def group_progress(device_type: str) -> tuple[GroupProgress, ...]:
-    """The progress in each group of this generation; empty if torch has recorded nothing."""
-    return progress_in(flight_recorder(device_type))
+def group_progress(device_type: str, since_ns: int) -> tuple[GroupProgress, ...]:
+    """The progress in each group that exists since then (nanoseconds since the epoch), as far as
+    torch has recorded it."""
+    return progress_in(flight_recorder(device_type), since_ns)
 
 
-def progress_in(recorded: dict[str, Any]) -> tuple[GroupProgress, ...]:
-    """The progress in each group of the newest generation in a dump of the flight recorder.
-
-    Groups count from 0 in a process, and a generation creates its world first. The recorder keeps
-    the newest operations only, but all numbers of the groups.
-    """
-    entries = [entry for entry in recorded.get("entries", ()) if not entry["is_p2p"]]
-    last = {entry["pg_id"]: entry for entry in entries}
-    worlds = [number for number, entry in last.items() if entry["process_group"][1] == WORLD]
-    first = max(worlds, default=0)
+def progress_in(recorded: dict[str, Any], since_ns: int) -> tuple[GroupProgress, ...]:
+    """The progress in each group in a dump of the flight recorder, which also has entries of
+    earlier generations."""
+    last = {
+        entry["pg_id"]: entry
+        for entry in recorded.get("entries", ())
+        if entry["time_created_ns"] >= since_ns and not entry["is_p2p"]
+    }
     progress = []
     for number, entry in sorted(last.items()):
-        if number < first:
-            continue
         name, description = entry["process_group"]
         begun = entry["collective_seq_id"]
         status = recorded.get("pg_status", {}).get(str(number), {})

@@ -29,9 +29,6 @@ from actors.host_memory.host_copy import copy_tensors
 AHEAD = 8
 """How many steps with packed windows are under way at once on Gloo. With half as many, of twice the
 size, a packed exchange on two cores took 1.1 times as long."""
-ROUND_BYTES = 128 * 2**20
-"""What a round sends to all peers together, and receives. Two rounds are under way at once, so a
-GPU needs at most four times as many bytes for packing, beside a window for each peer."""
 
 TransferStep = tuple[list[TransferWindow], list[TransferWindow]]
 """The outgoing and the incoming windows of one step or round."""
@@ -106,7 +103,9 @@ class RoundExchange:
     """The `Exchange` on NCCL. The host only queues it: the GPU packs a round while the one before
     is under way."""
 
-    round_bytes = ROUND_BYTES
+    round_bytes = 128 * 2**20
+    """What a round sends to all peers together, and receives. Two rounds are under way at once, so
+    a GPU needs at most four times as many bytes for packing, beside a window for each peer."""
 
     def __init__(self, transport: Transport) -> None:
         self._transport = transport

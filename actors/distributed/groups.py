@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
@@ -53,6 +54,8 @@ class Formation:
         self._is_forming = False
         self._breaking = threading.Lock()
         self._dissolved = False
+        self.created_ns = time.time_ns()
+        """As the flight recorder counts time; see `collectives.group_progress`."""
         self.groups: Groups | None = None
         self.transfer: ProcessGroup | None = None
 

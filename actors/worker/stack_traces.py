@@ -8,13 +8,13 @@ import time
 import traceback
 from contextlib import suppress
 from pathlib import Path
+from traceback import walk_stack
 from types import FrameType
 
+from actors.runtime.substitute_thread import working_thread
 from actors.storage.storage import Storage
 
 FOLDER = "traces"
-TRAINS = ("loop", "training")
-"""The threads that train: that of a custom training loop, and the worker's."""
 WAITS = ("actors.distributed.backends.waiting", "actors.distributed.stall")
 """Modules whose frames only wait for a collective: their callers say for which."""
 OURS = ("actors", "elastic", "pipelines")
@@ -29,23 +29,18 @@ def stacks() -> str:
     return "\n".join(texts)
 
 
-def position() -> str:
-    """Where the code of the threads that train is now: the innermost call outside of torch and the
-    standard library, the user's if there is one; empty if there is none."""
-    idents = {thread.name: thread.ident for thread in threading.enumerate()}
-    frames = sys._current_frames()
-    candidates = []
-    for name in TRAINS:
-        frame = frames.get(idents.get(name) or 0)
-        while frame is not None:
-            if _is_shown(frame):
-                candidates.append(frame)
-            frame = frame.f_back
-    users = [frame for frame in candidates if _package(frame) not in OURS]
-    for frame in users or candidates:
-        file = "/".join(Path(frame.f_code.co_filename).parts[-2:])
-        return f"{frame.f_code.co_name} ({file}:{frame.f_lineno})"
-    return ""
+def position(thread: threading.Thread) -> str:
+    """Where the code of this thread, or of its substitute at work, is now: the innermost call
+    outside of torch and the standard library, the user's if there is one; empty if there is none.
+    """
+    top = sys._current_frames().get(working_thread(thread.ident or 0))
+    shown = [frame for frame, _ in walk_stack(top) if _is_shown(frame)] if top else []
+    users = [frame for frame in shown if _package(frame) not in OURS]
+    frame = next(iter(users or shown), None)
+    if frame is None:
+        return ""
+    file = "/".join(Path(frame.f_code.co_filename).parts[-2:])
+    return f"{frame.f_code.co_name} ({file}:{frame.f_lineno})"
 
 
 def _is_shown(frame: FrameType) -> bool:

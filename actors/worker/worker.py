@@ -60,6 +60,8 @@ from elastic.protocol.events import (
 )
 from elastic.protocol.reattachment import Intake
 
+OBSERVE_LIMIT_S = 1.0
+"""How long an abort waits for the observation of a hang."""
 REPEAT_BREAK_S = 0.02
 """The pause between two passes of an abort: each breaks sockets opened during the one before."""
 
@@ -129,7 +131,11 @@ class Worker:
         match order:
             case Abort():
                 if order.is_hang:
-                    self._observe_hang(order)
+                    observing = threading.Thread(
+                        target=self._observe_hang, args=(order,), name="observer", daemon=True
+                    )
+                    observing.start()
+                    observing.join(OBSERVE_LIMIT_S)  # the recorder of a hung NCCL may block
                 self._interruption.aborted_generation = max(
                     self._interruption.aborted_generation, order.generation
                 )
@@ -150,9 +156,10 @@ class Worker:
 
     def _observe_hang(self, order: Abort) -> None:
         """Report and store where this worker is, before the abort moves it."""
-        assert self._program is not None
-        groups = group_progress(self._program.device.type)
-        self._report(HangObserved(self.name, order.generation, groups, position()))
+        assert self._program and self._trainer and self._trainer.formation
+        device_type = self._program.device.type
+        groups = group_progress(device_type, self._trainer.formation.created_ns)
+        self._report(HangObserved(self.name, order.generation, groups, position(self._thread)))
         text = f"{self.name} in generation {order.generation}: {order.cause}"
         run = open_storage(self._options.run_folder)
         keep_stacks(run, order.generation, self.name, f"{text}\n\n{progress_text(groups)}")

@@ -86,15 +86,11 @@ SETTINGS = TrainSettings(
 
 
 def make_recipe(loss: Any) -> Recipe:
-    return Recipe(
-        model,
-        loss,
-        lambda named: torch.optim.AdamW((parameter for _, parameter in named), lr=0.01),
-        Sentences,
-        SETTINGS,
-        collate=collate,
-        held_out=Sentences,
-    )
+    return Recipe(model, loss, adamw, Sentences, SETTINGS, collate=collate, held_out=Sentences)
+
+
+def adamw(named: Sequence[tuple[str, Tensor]]) -> torch.optim.Optimizer:
+    return torch.optim.AdamW((parameter for _, parameter in named), lr=0.01)
 
 
 class Layer(nn.Module):
@@ -125,14 +121,8 @@ class LongSentences(Sentences):
 
 
 def dropout() -> Recipe:
-    return Recipe(
-        model_with_dropout,
-        loss_of_each_sample,
-        lambda named: torch.optim.AdamW((parameter for _, parameter in named), lr=0.01),
-        LongSentences,
-        SETTINGS,
-        held_out=LongSentences,
-    )
+    parts = model_with_dropout, loss_of_each_sample, adamw, LongSentences, SETTINGS
+    return Recipe(*parts, held_out=LongSentences)
 
 
 def counted() -> Recipe:

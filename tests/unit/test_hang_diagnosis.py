@@ -95,6 +95,7 @@ def test_equal_progress_blames_the_network() -> None:
 
 def entry(group_id: int, name: str, description: str, number: int, **changes: Any) -> Any:
     return {
+        "time_created_ns": group_id,
         "pg_id": group_id,
         "process_group": [name, description],
         "collective_seq_id": number,
@@ -116,7 +117,7 @@ def test_progress_is_that_of_the_newest_generation() -> None:
         "pg_status": {"5": {"last_completed_collective": "2"}},
         "pg_config": {"0": {"ranks": "[0, 1]"}, "1": {"ranks": "[0, 1]"}},
     }
-    assert progress_in(recorded) == (
+    assert progress_in(recorded, since_ns=4) == (
         GroupProgress("world", (0, 1), 1, 1, "all_reduce"),
         GroupProgress("replica", (0, 1), 3, 2, "all_reduce"),
     )
@@ -124,4 +125,21 @@ def test_progress_is_that_of_the_newest_generation() -> None:
 
 @pytest.mark.parametrize("recorded", [{}, {"entries": []}])
 def test_empty_recorder_has_no_progress(recorded: dict[str, Any]) -> None:
-    assert progress_in(recorded) == ()
+    assert progress_in(recorded, since_ns=0) == ()
+
+
+def test_generation_that_hangs_before_its_first_collective_of_the_world_has_no_older_groups() -> (
+    None
+):
+    recorded = {
+        "entries": [entry(0, "0", "default_pg", 9), entry(5, "1", "mesh_replica", 1)],
+        "pg_config": {"1": {"ranks": "[0, 1]"}},
+    }
+    [progress] = progress_in(recorded, since_ns=4)
+    assert progress.axis == "replica"
+
+
+def test_operations_that_differ_are_named_though_torch_notes_their_end_at_once() -> None:
+    """Gloo's entries are retired when they are begun."""
+    reports = {"w0": report(group("fsdp", 7, 7, "all_gather")), "w1": report(group("fsdp", 7, 7))}
+    assert "w0 run all_gather, w1 run all_reduce" in diagnose(("w0", "w1"), reports)

@@ -33,6 +33,7 @@ DRAWS: dict[str, Draw] = {
     "exponential_": lambda x: x + torch.empty_like(x).exponential_(),
     "rand": lambda x: x + torch.rand(len(x), 1, 8),
     "randn": lambda x: x + torch.randn(size=(len(x), 1, 8)),
+    "randn, no generator": lambda x: x + torch.randn(len(x), 1, 8, generator=None),
     "rand_like": lambda x: x + torch.rand_like(x),
     "randn_like, twice": lambda x: x * torch.randn_like(x) + torch.randn_like(x),
 }

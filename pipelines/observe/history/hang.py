@@ -36,7 +36,7 @@ def _mismatch(workers: Sequence[str], progress: Mapping[str, Progress]) -> str:
         by_operation: dict[tuple[int, str], list[str]] = {}
         for worker in workers:
             group = progress[worker].get(key)
-            if group is not None and group["ended"] < group["begun"]:
+            if group is not None:
                 by_operation.setdefault((group["begun"], group["operation"]), []).append(worker)
         numbers = [number for number, _ in by_operation]
         number = next((number for number in numbers if numbers.count(number) > 1), None)
@@ -61,7 +61,7 @@ def _lag(
         members = [worker for worker in workers if key in progress[worker]]
         furthest = max(progress[worker][key]["begun"] for worker in members)
         behind = [worker for worker in members if progress[worker][key]["begun"] < furthest]
-        waiting = [worker for worker in members if worker not in behind]
+        waiting = [worker for worker in members if progress[worker][key]["begun"] == furthest]
         if not behind:
             continue
         operation = progress[waiting[0]][key]["operation"]

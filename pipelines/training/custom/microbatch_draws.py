@@ -61,6 +61,7 @@ class MicrobatchDraws(TorchFunctionMode):
     ) -> Any:
         kwargs = kwargs or {}
         if kwargs.get("generator") is None:
+            kwargs.pop("generator", None)  # not every function that makes a tensor takes it
             if function in OF_ELEMENTS and self._divides(function, args, kwargs):
                 return self._call_for_each(function, args, kwargs)
             if function in FILLS and self._has_equal_parts(args[0]):
