@@ -33,6 +33,7 @@ CPU = torch.device("cpu")
 TIMEOUT_S = 60.0
 """Longer than an aborted call may take, by far."""
 ABORT_AFTER_S = 0.3
+REPEAT_ABORT_S = 0.02
 LAYOUTS = {1: Layout(), 2: Layout(dp=2), 3: Layout(fsdp=3), 4: Layout(dp=2, tp=2)}
 WORKERS = ("w0", "w1", "w2", "w3")
 
@@ -70,15 +71,25 @@ class Rank:
         formation.dissolve()
 
     def expect_abort(self, formation: Formation, call: Callable[[], object]) -> None:
-        """A call that blocks raises soon after an abort."""
-        timer = threading.Timer(ABORT_AFTER_S, formation.abort)
-        timer.start()
+        """A call that blocks raises soon after an abort, which is repeated until then, as a worker
+        does it: connections that did not exist yet survive the first one."""
+        ended = threading.Event()
+
+        def abort() -> None:
+            time.sleep(ABORT_AFTER_S)
+            while not ended.is_set():
+                formation.abort()
+                ended.wait(REPEAT_ABORT_S)
+
+        thread = threading.Thread(target=abort)
+        thread.start()
         began = time.monotonic()
         try:
             call()
         except RuntimeError:
             self.measured["blocked_s"] = time.monotonic() - began
-        timer.join()
+        ended.set()
+        thread.join()
         formation.abort()
         formation.dissolve()
 
