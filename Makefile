@@ -5,7 +5,7 @@ NUM_TEST_WORKERS ?= 2
 PYTEST := $(BIN)/pytest -n $(NUM_TEST_WORKERS) --no-loadscope-reorder
 RESULTS := build/tests
 
-.PHONY: setup train test ci soak bench bench-readme lint docs clean
+.PHONY: setup train test test-torch ci soak bench bench-readme lint docs clean
 
 setup: $(READY)
 
@@ -14,6 +14,16 @@ train: $(READY)
 
 test: $(READY) lint
 	$(PYTEST) -m "not slow and not soak and not gpu" --durations=10
+
+# Another torch in an environment of its own: make test-torch TORCH=2.15.0
+test-torch:
+	@test -n "$(TORCH)" || { echo "say which: make test-torch TORCH=2.15.0"; exit 2; }
+	$(PYTHON) -m venv build/torch-$(TORCH)
+	grep -v "^torch==" constraints.txt > build/torch-$(TORCH)/constraints.txt
+	build/torch-$(TORCH)/bin/pip install --quiet --disable-pip-version-check \
+		-c build/torch-$(TORCH)/constraints.txt -e ".[dev]" "torch==$(TORCH)"
+	build/torch-$(TORCH)/bin/pytest -n $(NUM_TEST_WORKERS) --no-loadscope-reorder -m "not soak" \
+		tests/unit tests/properties tests/processes
 
 ci: $(READY) lint docs
 	ELASTIC_KEEP_SEEDS=1 $(PYTEST) -m "not soak" --durations=0 --durations-min=1 \

@@ -112,9 +112,10 @@ FUSED_PRODUCTS = tuple(
         "_scaled_dot_product_flash_attention_for_cpu",
         "_scaled_dot_product_fused_attention_overrideable",
     )
+    if hasattr(torch.ops.aten, name)
 )
 """The operations to which `grouped_mm` and `scaled_dot_product_attention` dispatch if they have a
-kernel; they have no public names."""
+kernel; they have no public names, and which of them there are depends on the version."""
 
 
 def dropout_of(operator: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> float:

@@ -26,6 +26,7 @@ from actors.distributed.collectives import group_progress, progress_text
 from actors.distributed.device_check import begin_device_check, kernel_on
 from actors.distributed.groups import Formation
 from actors.distributed.stall import StallDetector
+from actors.distributed.torch_names import refuse_unknown_torch
 from actors.runtime.factory import Factory
 from actors.runtime.interruption import Interruption, SaveRequest
 from actors.runtime.machine import flush_denormals, keep_freed_memory, peak_bytes, sample
@@ -212,6 +213,7 @@ class Worker:
             self.report_failure(order.generation, error)
 
     def _warm_up(self) -> None:
+        refuse_unknown_torch()
         choose_interface(self._options.network, self._store_host)
         self._program = program = self._factory.make()
         if self._has_own_process:

@@ -14,6 +14,7 @@ import torch.distributed as dist
 from packaging.requirements import Requirement
 from packaging.specifiers import SpecifierSet
 
+from actors.distributed.torch_names import PROVEN, missing_names
 from pipelines.doctor.finding import Finding
 
 PROJECT = "elastic-training"
@@ -29,6 +30,19 @@ def versions() -> Iterator[Finding]:
         finding = package_version(requirement, _installed(requirement.name))
         if finding.verdict != "ok" or requirement.name in ALWAYS_SHOWN:
             yield finding
+    yield torch_names(torch.__version__, missing_names())
+
+
+def torch_names(version: str, missing: Sequence[str]) -> Finding:
+    """Whether torch has the private names that the project uses, and is a proven version."""
+    proven = ", ".join(PROVEN)
+    fix = f"pip install torch=={PROVEN[-1]}"
+    if missing:
+        return Finding("torch's private names", f"missing: {', '.join(missing)}", "failed", fix)
+    if version.partition("+")[0] in PROVEN:
+        return Finding("torch's private names", f"all found; {version} is proven")
+    value = f"all found, but {version} is not proven (proven: {proven})"
+    return Finding("torch's private names", value, "warning", fix)
 
 
 def project_requirements() -> tuple[str, list[Requirement]]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import fields
 
+from actors.distributed.torch_names import refuse_unknown_torch
 from actors.ray_backend.cluster.connection import own_node_address, will_be_head, will_be_private
 from actors.ray_backend.cluster.resources import NoSuchAccelerator, refuse_unknown
 from actors.runtime.network import ANYWHERE, Network, listen, listen_address
@@ -20,6 +21,7 @@ def refuse_unstartable(plan: RunPlan, detach: bool = False) -> None:
 
     Checks that need the cluster, such as its types of accelerators, follow after joining it.
     """
+    _refuse_torch()
     _refuse_unpicklable(plan)
     is_private = will_be_private()
     if is_private and detach:
@@ -33,6 +35,13 @@ def refuse_unstartable(plan: RunPlan, detach: bool = False) -> None:
             refuse_unknown(plan.settings.accelerator)
         except NoSuchAccelerator as error:
             raise UserError(str(error)) from None
+
+
+def _refuse_torch() -> None:
+    try:
+        refuse_unknown_torch()
+    except UnsuitableMachine as error:
+        raise UserError(str(error)) from None
 
 
 def _refuse_unpicklable(plan: RunPlan) -> None:

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from actors.distributed.torch_names import NAMES
 from pipelines.cli import main
 from pipelines.run.plan import TrainRequest, make_plan, store_recipe
 
@@ -64,3 +65,14 @@ def test_dry_run_announces_the_run_that_it_would_resume(tmp_path: Path, dry_run)
     out = dry_run("--data", "random", "--storage", str(tmp_path), "--run-name", "run")
     assert "'run' from step 0: it has no complete checkpoint" in out
     assert plan.recipe["data_digest"] in out
+
+
+def test_a_run_is_refused_if_torch_lacks_a_name(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setitem(NAMES, "torch._gone", ("first",))
+    monkeypatch.setattr(sys, "argv", ["elastic", "train", "tiny", "--data", "random", "--dry-run"])
+    with pytest.raises(SystemExit) as exited:
+        main()
+    [line] = capsys.readouterr().err.splitlines()
+    assert exited.value.code == 2 and "has no torch._gone.first" in line

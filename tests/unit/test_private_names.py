@@ -10,6 +10,16 @@ from pathlib import Path
 import pytest
 from test_imports import FILES, PACKAGES, ROOT, name_of, parse
 
+from actors.distributed import torch_names
+from actors.distributed.torch_names import (
+    MODULE_NAMES,
+    NAMES,
+    PROVEN,
+    missing_names,
+    refuse_unknown_torch,
+)
+from actors.storage.errors import UnsuitableMachine
+
 WRAPPERS = {
     "torch": ROOT / "actors/distributed/torch_private.py",
     "torch.distributed": ROOT / "actors/distributed/backends/torch_groups_private.py",
@@ -117,6 +127,54 @@ def test_each_wrapper_uses_private_names_and_gives_reasons(library: str) -> None
         if not ast.get_docstring(function) and not function.name.startswith("_")
     ]
     assert functions and not without
+
+
+def optional_names(tree: ast.Module) -> Iterator[str]:
+    """Names whose absence the wrapper allows for: `getattr(module, "name", None)`."""
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Call) and len(node.args) == 3:
+            yield from (name for _, name in _named_by_string(node))
+
+
+def required_names(library: str) -> set[str]:
+    tree = parse(WRAPPERS[library])
+    names = {part for _, use in private_uses(tree, OWN) for part in use.split(".")}
+    return {name for name in names if is_private(name)} - set(optional_names(tree))
+
+
+CHECKED = {part for owner in NAMES for part in owner.split(".")}
+CHECKED |= {name for names in (*NAMES.values(), MODULE_NAMES) for name in names}
+FALLBACKS = {
+    "_clear_sharding_prop_cache",  # if the fast path is missing
+    "_fsdp_param_group",  # if `_fsdp_param_groups` is missing
+    "_dump_fr_trace_json",
+    "_dump_nccl_trace_json",
+}
+
+
+@pytest.mark.parametrize("library", ["torch", "torch.distributed"])
+def test_each_private_name_of_torch_is_checked_at_start(library: str) -> None:
+    assert required_names(library) - FALLBACKS <= CHECKED
+
+
+def test_the_installed_torch_has_all_private_names() -> None:
+    assert missing_names() == []
+
+
+def test_the_pinned_torch_is_proven() -> None:
+    [pinned] = re.findall(r"^torch==(\S+)$", (ROOT / "constraints.txt").read_text(), re.MULTILINE)
+    assert pinned in PROVEN
+
+
+def test_a_torch_without_a_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(NAMES, "torch._gone", ("first", "second"))
+    monkeypatch.setitem(NAMES, "torch.distributed.ProcessGroup", ("_dissolve",))
+    monkeypatch.setattr(torch_names, "MODULE_NAMES", ("_weights",))
+    with pytest.raises(UnsuitableMachine) as refused:
+        refuse_unknown_torch()
+    gone = "torch._gone.first, torch._gone.second, torch.nn.Module()._weights"
+    assert "has no torch.distributed.ProcessGroup._dissolve, " + gone in str(refused.value)
+    assert f"install torch=={PROVEN[-1]}" in str(refused.value)
 
 
 @pytest.mark.parametrize(
