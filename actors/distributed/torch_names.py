@@ -37,10 +37,6 @@ NAMES: dict[str, tuple[str, ...]] = {
     "torch.utils._python_dispatch": ("TorchDispatchMode",),
     "torch.utils.data._utils.worker": ("WorkerInfo", "_worker_info"),
     "torch.distributed.fsdp.FSDPModule": ("_get_fsdp_state",),
-    "torch.distributed.fsdp._fully_shard._fsdp_param.FSDPParam": (
-        "accumulate_unsharded_grad_if_needed",
-        "to_accumulated_grad_if_needed",
-    ),
     "torch.distributed.ProcessGroup": (
         "_end_coalescing",
         "_register_backend",
@@ -68,6 +64,15 @@ NAMES: dict[str, tuple[str, ...]] = {
 }
 """The names by the object that has them."""
 
+FSDP = "torch.distributed.fsdp._fully_shard"
+ALTERNATIVES = (
+    (
+        f"{FSDP}._fsdp_param.FSDPParam.accumulate_unsharded_grad_if_needed",
+        f"{FSDP}._fsdp_param_group.FSDPParamGroup._set_unsharded_grad_dtypes",
+    ),
+)
+"""Each row has the names of one thing in various versions of torch."""
+
 NCCL_NAMES = {"torch.distributed.ProcessGroupNCCL.Options": ("_timeout", "config")}
 """In builds of torch with NCCL only."""
 
@@ -81,6 +86,7 @@ def missing_names() -> list[str]:
     missing = [
         f"{owner}.{name}" for owner, members in names.items() for name in _missing(owner, members)
     ]
+    missing += [" or ".join(row) for row in ALTERNATIVES if all(map(_is_missing, row))]
     module = torch.nn.Module()
     return missing + [f"torch.nn.Module().{n}" for n in MODULE_NAMES if not hasattr(module, n)]
 
@@ -101,6 +107,11 @@ def _missing(owner: str, names: tuple[str, ...]) -> list[str]:
     except (AttributeError, ImportError):
         return list(names)
     return [name for name in names if not hasattr(found, name)]
+
+
+def _is_missing(path: str) -> bool:
+    owner, _, name = path.rpartition(".")
+    return bool(_missing(owner, (name,)))
 
 
 def _resolve(path: str) -> Any:

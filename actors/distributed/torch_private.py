@@ -65,7 +65,15 @@ def sum_unsharded_gradients(module: Any) -> None:
     groups = getattr(state, "_fsdp_param_groups", None)
     if groups is None:  # another version of torch
         groups = [state._fsdp_param_group] if state._fsdp_param_group else []
-    for parameter in (parameter for group in groups for parameter in group.fsdp_params):
+    for group in groups:
+        if hasattr(group, "_set_unsharded_grad_dtypes"):  # torch 2.15
+            group._set_unsharded_grad_dtypes(defer_upcast=False)
+        else:
+            _accumulate_gradients(group)
+
+
+def _accumulate_gradients(group: Any) -> None:
+    for parameter in group.fsdp_params:
         if parameter.unsharded_accumulated_grad is None:
             parameter.to_accumulated_grad_if_needed()
         else:

@@ -12,6 +12,7 @@ from test_imports import FILES, PACKAGES, ROOT, name_of, parse
 
 from actors.distributed import torch_names
 from actors.distributed.torch_names import (
+    ALTERNATIVES,
     MODULE_NAMES,
     NAMES,
     PROVEN,
@@ -143,6 +144,7 @@ def required_names(library: str) -> set[str]:
 
 
 CHECKED = {part for owner in NAMES for part in owner.split(".")}
+CHECKED |= {part for row in ALTERNATIVES for path in row for part in path.split(".")}
 CHECKED |= {name for names in (*NAMES.values(), MODULE_NAMES) for name in names}
 FALLBACKS = {
     "_clear_sharding_prop_cache",  # if the fast path is missing
@@ -170,9 +172,12 @@ def test_a_torch_without_a_name_is_refused(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setitem(NAMES, "torch._gone", ("first", "second"))
     monkeypatch.setitem(NAMES, "torch.distributed.ProcessGroup", ("_dissolve",))
     monkeypatch.setattr(torch_names, "MODULE_NAMES", ("_weights",))
+    monkeypatch.setattr(
+        torch_names, "ALTERNATIVES", (("torch.a", "torch.b"), ("torch.a", "torch.nn"))
+    )
     with pytest.raises(UnsuitableMachine) as refused:
         refuse_unknown_torch()
-    gone = "torch._gone.first, torch._gone.second, torch.nn.Module()._weights"
+    gone = "torch._gone.first, torch._gone.second, torch.a or torch.b, torch.nn.Module()._weights"
     assert "has no torch.distributed.ProcessGroup._dissolve, " + gone in str(refused.value)
     assert f"install torch=={PROVEN[-1]}" in str(refused.value)
 
