@@ -9,7 +9,7 @@ import psutil
 from harness import run_in_processes
 
 from actors.runtime.network import Network
-from elastic.protocol.events import Event, StepCommitted
+from elastic.protocol.events import Event, SnapshotServerReady, StepCommitted
 from pipelines.run.recipes import tiny
 from pipelines.settings.overrides import override
 
@@ -35,14 +35,17 @@ def test_store_and_snapshot_servers_listen_on_allowed_ports_of_one_interface(
     tmp_path: Path,
 ) -> None:
     addresses_of: dict[int, set[tuple[str, int]]] = {}
+    num_servers = 0
 
     def record_listeners(event: Event) -> None:
-        if isinstance(event, StepCommitted) and event.record.step == 5:
+        nonlocal num_servers
+        num_servers += isinstance(event, SnapshotServerReady)
+        if isinstance(event, StepCommitted) and num_servers == 2 and not addresses_of:
             addresses_of.update(find_listeners())
 
     outcome = run_in_processes(
         tmp_path / "run",
-        override(tiny(), ["data.source=random", "steps=8"]),
+        override(tiny(), ["data.source=random", "steps=300"]),
         2,
         layout="fsdp=2",
         node_of=lambda worker: f"n-{worker}",
