@@ -161,7 +161,7 @@ def test_damaged_cache_files_are_fetched_again(
     assert num_fetches == [1, 1, 1]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_training_continues_after_an_outage_of_the_object_store(
     undisturbed: Outcome, remote_data: str, s3_proxy: S3Proxy, tmp_path: Path
 ) -> None:

@@ -79,6 +79,7 @@ def test_abort_ends_each_blocked_collective(tmp_path: Path, backend: str) -> Non
     assert ABORT_AFTER_S * 0.9 < measured["w0"]["blocked_s"] < ABORT_AFTER_S + MAX_ABORT_S
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_fifty_generations_leave_nothing_behind(tmp_path: Path, backend: str) -> None:
     for values in run_scenario(tmp_path, backend, "cycles", 2).values():

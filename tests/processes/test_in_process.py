@@ -118,7 +118,7 @@ def test_in_process_and_distributed_runs_resume_each_other(tmp_path: Path) -> No
     assert "WorkerSuspected" not in events and "WorkerLost" not in events
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_interrupted_command_resumes_under_a_debugger(tmp_path: Path) -> None:
     """SIGINT stops it; resumed under pdb, it pauses in a step. At the end MLflow has everything."""
     command = [sys.executable, "-m", "pipelines", "train", "tiny", "--in-process", "--data"]

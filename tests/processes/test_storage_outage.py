@@ -99,7 +99,7 @@ def is_complete(outcome: Outcome) -> bool:
     )
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_run_completes_if_a_full_disk_gets_space_within_a_minute(tmp_path: Path) -> None:
     with small_disk(tmp_path / "disk") as disk:
         filler = disk / "filler"

@@ -74,6 +74,7 @@ def test_killed_observers_are_replaced_and_deliver_all_metrics(tmp_path: Path) -
     )
 
 
+@pytest.mark.soak
 def test_standby_snapshot_server_starts_before_the_first_loss(tmp_path: Path) -> None:
     """Two replicas need no snapshots; a single one does."""
     with elastic_train(tmp_path, *TINY, "--steps", "100000") as command:
