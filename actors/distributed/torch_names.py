@@ -70,6 +70,10 @@ ALTERNATIVES = (
         f"{FSDP}._fsdp_param.FSDPParam.accumulate_unsharded_grad_if_needed",
         f"{FSDP}._fsdp_param_group.FSDPParamGroup._set_unsharded_grad_dtypes",
     ),
+    (
+        f"{FSDP}._fsdp_param.FSDPParam.to_accumulated_grad_if_needed",
+        f"{FSDP}._fsdp_param_group.FSDPParamGroup._set_unsharded_grad_dtypes",
+    ),
 )
 """Each row has the names of one thing in various versions of torch."""
 
