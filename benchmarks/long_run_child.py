@@ -73,8 +73,8 @@ class Crew:
     def start_store(self) -> None:
         self._answer(StartStore())
 
-    def start_workers(self, workers: Sequence[str], quarantined: Sequence[str] = ()) -> None:
-        self._answer(StartWorkers(tuple(workers)))
+    def start_workers(self, command: StartWorkers) -> None:
+        self._answer(command)
 
     def send(self, workers: Iterable[str], order: Order) -> None:
         if isinstance(order, Form | Reshard):

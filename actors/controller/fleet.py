@@ -43,9 +43,10 @@ class Fleet(Protocol):
     def start_store(self) -> None:
         """Start the store. `StoreReady` answers; `StoreLost` may follow later."""
 
-    def start_workers(self, workers: Sequence[str], quarantined: Sequence[str] = ()) -> None:
-        """Start workers. `WorkerReady` or `WorkerLost` answers for each. No worker starts on a
-        quarantined node; a worker that finds no other node waits for one."""
+    def start_workers(self, command: StartWorkers) -> None:
+        """Start workers, which measure their links with its peers. `WorkerReady` or `WorkerLost`
+        answers for each. No worker starts on a quarantined node; a worker that finds no other node
+        waits for one."""
 
     def start_snapshot_server(self, node: str) -> None:
         """Start a node's snapshot server. `SnapshotServerReady` or `SnapshotServerLost` answers."""
@@ -120,7 +121,7 @@ def dispatch(fleet: Fleet, command: FleetCommand) -> None:
         case StartStore():
             fleet.start_store()
         case StartWorkers():
-            fleet.start_workers(command.workers, command.quarantined)
+            fleet.start_workers(command)
         case StopWorker():
             fleet.stop_worker(command.worker)
         case Form():

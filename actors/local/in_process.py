@@ -27,7 +27,7 @@ from actors.storage.storage import open_storage
 from actors.worker.worker import Worker
 from actors.worker.worker_options import Envelope, WorkerOptions
 from elastic.geometry.topology import Place
-from elastic.protocol.commands import Order, Stopped
+from elastic.protocol.commands import Order, StartWorkers, Stopped
 from elastic.protocol.events import Event, StoreReady, WorkerLost, WorkerRaised
 
 HOST = "127.0.0.1"
@@ -105,8 +105,8 @@ class InProcessFleet:
         self._store = open_store(self._host, self._network)
         self._post(StoreReady(self._host, self._store.port))
 
-    def start_workers(self, workers: Sequence[str], quarantined: Sequence[str] = ()) -> None:
-        for name in workers:
+    def start_workers(self, command: StartWorkers) -> None:
+        for name in command.workers:
             if self.worker is None:
                 self.worker = self._make(name)
                 self._begun.set_result(name)

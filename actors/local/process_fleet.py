@@ -26,8 +26,9 @@ from actors.runtime.network import listen_address
 from actors.snapshots.server import host_snapshot_server
 from actors.worker.worker import Worker
 from actors.worker.worker_options import Envelope, WorkerOptions
+from elastic.geometry.machine_report import Peer
 from elastic.geometry.topology import Place
-from elastic.protocol.commands import Order
+from elastic.protocol.commands import Order, StartWorkers
 from elastic.protocol.events import Event, StoreLost, StoreReady, WorkerLost
 from elastic.protocol.snapshot_events import SnapshotServerLost
 
@@ -87,13 +88,14 @@ class ProcessFleet:
     def start_store(self) -> None:
         self._store = self._spawn(host_store, self._host, self._options.network)
 
-    def start_workers(self, workers: Sequence[str], quarantined: Sequence[str] = ()) -> None:
-        for worker in workers:
-            node = self._place(worker, quarantined)
+    def start_workers(self, command: StartWorkers) -> None:
+        for worker in command.workers:
+            node = self._place(worker, command.quarantined)
             if node is None:
                 self._waiting.add(worker)
                 continue
-            child = self._spawn(serve_worker, worker, node, self._program, self._options)
+            arguments = (worker, node, self._program, self._options, command.peers)
+            child = self._spawn(serve_worker, *arguments)
             child.node = node
             with self._lock:
                 self._workers[worker] = child
@@ -280,7 +282,12 @@ def start_child(environment: dict[str, str], target: Callable[..., None], *argum
 
 
 def serve_worker(
-    pipe: Connection, name: str, node: str, program: Factory, options: WorkerOptions
+    pipe: Connection,
+    name: str,
+    node: str,
+    program: Factory,
+    options: WorkerOptions,
+    peers: Sequence[Peer],
 ) -> None:
     """The child's main function: execute commands until the parent is gone."""
     torch.set_num_threads(1)  # a worker is one CPU slot, as in Ray
@@ -291,7 +298,7 @@ def serve_worker(
         with sending:
             pipe.send(message)
 
-    worker = Worker(name, Place(node), program, options, report, HOST)
+    worker = Worker(name, Place(node), program, options, report, HOST, peers)
     worker.start()
     while True:
         try:

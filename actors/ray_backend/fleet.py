@@ -39,7 +39,7 @@ from actors.ray_backend.snapshot_servers import RaySnapshotServer, SnapshotServe
 from actors.ray_backend.worker import RayAgent, RayStore, RayWorker
 from actors.runtime.factory import Factory
 from actors.worker.worker_options import Envelope, WorkerOptions
-from elastic.protocol.commands import Order
+from elastic.protocol.commands import Order, StartWorkers
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import Event, StoreLost, StoreReady, WorkerLost
 
@@ -118,9 +118,9 @@ class RayFleet:
         self._when_done(store.address.remote(), self._store_ready)
         self._when_done(store.live.remote(), self._store_lost)
 
-    def start_workers(self, workers: Sequence[str], quarantined: Sequence[str] = ()) -> None:
-        options = self._resources | exclude_nodes(quarantined)
-        for worker in workers:
+    def start_workers(self, command: StartWorkers) -> None:
+        options = self._resources | exclude_nodes(command.quarantined)
+        for worker in command.workers:
             actor = self._detached(RayWorker, worker, **options).remote(
                 worker,
                 self._program,
@@ -128,6 +128,7 @@ class RayFleet:
                 self._controller,
                 self._incarnation,
                 self._orphan_timeout_s,
+                command.peers,
             )
             self._add_worker(worker, _WorkerRecord(actor))
 
@@ -233,7 +234,8 @@ class RayFleet:
             elif worker in state.membership.warm:
                 self._post(WorkerLost(worker, GONE))
             else:
-                self.start_workers([worker], state.membership.records[worker].quarantined)
+                quarantined = state.membership.records[worker].quarantined
+                self.start_workers(StartWorkers((worker,), quarantined))
 
     def end_survivors(self) -> None:
         """See `Survivors`."""

@@ -10,6 +10,7 @@ import os
 import signal
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
 
@@ -30,6 +31,7 @@ from actors.storage.errors import UnsuitableMachine
 from actors.storage.storage import open_storage
 from actors.worker.worker_options import Envelope, WorkerOptions
 from actors.worker.worker_output import KeptOutput
+from elastic.geometry.machine_report import Peer
 from elastic.protocol.commands import Form
 from elastic.protocol.events import Event, Paused, WorkerRaised, WorkerReady
 
@@ -49,6 +51,7 @@ class RayWorker:
         controller: Any,
         incarnation: int,
         orphan_timeout_s: float,
+        peers: Sequence[Peer] = (),
     ) -> None:
         ignore_signals()
         self._name = name
@@ -67,6 +70,7 @@ class RayWorker:
             "options": options,
             "report": self._report,
             "store_host": head_host(),
+            "peers": peers,
         }
         self._worker = Factory("actors.worker.worker:Worker", arguments).make()
         threading.Thread(target=self._sample, name="sampler", daemon=True).start()

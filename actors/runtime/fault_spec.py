@@ -18,7 +18,7 @@ Moment = Literal[
     "writing",
     "written",
 ]
-Action = Literal["kill", "stop", "hang", "raise", "flip", "nan", "slow"]
+Action = Literal["kill", "stop", "hang", "raise", "flip", "nan", "slow", "slow_link", "ecc"]
 MOMENTS: tuple[Moment, ...] = get_args(Moment)
 
 
@@ -26,6 +26,8 @@ MOMENTS: tuple[Moment, ...] = get_args(Moment)
 class Fault:
     """`kill`, `stop` (SIGSTOP), `hang`, `raise`, `flip` (a bit of a parameter) or `nan` (its loss):
     `worker` does it to itself, once. `slow`: from that step on it computes `factor` times as much.
+    `slow_link`: its links are `factor` times slower, as it measures them itself. `ecc`: its device
+    reports an error, before it joins if `step` is 0.
 
     It happens at `moment` of `step`, or of any step if `step` is 0:
 

@@ -69,6 +69,21 @@ class FaultInjector:
         elif slow:
             self._waste_time(slow[-1].factor, interrupt)
 
+    @property
+    def link_factor(self) -> float:
+        """How many times slower this worker measures its links."""
+        return max((f.factor for f in self._due if f.action == "slow_link"), default=1.0)
+
+    @property
+    def has_device_error(self) -> bool:
+        return any(fault.action == "ecc" for fault in self._due)
+
+    def device_error(self, step: int) -> str:
+        """An error that the device reports at a step, 0 being before it joins; empty for none."""
+        errors = [fault for fault in self._due if fault.action == "ecc" and fault.step <= step]
+        self._due = [fault for fault in self._due if fault not in errors]
+        return "injected fault: uncorrectable ECC error" if errors else ""
+
     def _waste_time(self, factor: float, interrupt: Callable[[], None]) -> None:
         begun_s, self._computed_s = self._computed_s, computed_s()
         if not begun_s:

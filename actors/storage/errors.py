@@ -38,6 +38,10 @@ class UnsuitableMachine(Exception):
     """This machine cannot host a worker; the message says what it lacks."""
 
 
+class UnhealthyMachine(UnsuitableMachine):
+    """A check of this machine failed before its worker joined."""
+
+
 class ControllerLost(RuntimeError):
     """The controller process is gone for good: the run stops until it is resumed."""
 

@@ -313,9 +313,9 @@ class Trainer:
             return ()
         participants = self.order.plan.participants
         with self.interruption.abandonable():
-            speeds = measure_bandwidths(
-                self.formation.transfer, self.program.device, self.interruption.check
-            )
+            group, check = self.formation.transfer, self.interruption.check
+            factor = self.faults.link_factor
+            speeds = measure_bandwidths(group, self.program.device, check, factor)
         return tuple((participants[peer], speed) for peer, speed in speeds)
 
     def _parts(self, plan: ReshardPlan, old: Assignment, transfers: Transfers) -> TensorPieces:

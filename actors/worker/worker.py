@@ -14,7 +14,7 @@ import socket
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, assert_never
 
@@ -27,10 +27,12 @@ from actors.distributed.device_check import begin_device_check, kernel_on
 from actors.distributed.groups import Formation
 from actors.distributed.stall import StallDetector
 from actors.distributed.torch_names import refuse_unknown_torch
+from actors.health.checks import MachineCheck
 from actors.runtime.factory import Factory
+from actors.runtime.faults import FaultInjector
 from actors.runtime.interruption import Interruption, SaveRequest
 from actors.runtime.machine import flush_denormals, keep_freed_memory, peak_bytes, sample
-from actors.runtime.network import choose_interface
+from actors.runtime.network import choose_interface, listen_address
 from actors.runtime.program import Program
 from actors.storage.errors import DamagedCheckpoint, Interrupted
 from actors.storage.storage import open_storage
@@ -38,6 +40,7 @@ from actors.worker.error_kinds import kind_of, wanted_of
 from actors.worker.stack_traces import keep_stacks, position
 from actors.worker.trainer import Trainer
 from actors.worker.worker_options import Envelope, WorkerOptions
+from elastic.geometry.machine_report import Peer
 from elastic.geometry.topology import Place
 from elastic.protocol.commands import (
     Abort,
@@ -56,6 +59,7 @@ from elastic.protocol.events import (
     CheckpointDamaged,
     Event,
     HangObserved,
+    WorkerDraining,
     WorkerRaised,
     WorkerReady,
 )
@@ -78,11 +82,14 @@ class Worker:
         options: WorkerOptions,
         report: Callable[[Event], None],
         store_host: str,
+        peers: Sequence[Peer] = (),
     ) -> None:
-        """`store_host` is the store's host, or another one that the same interface reaches."""
+        """`store_host` is the store's host, or another one that the same interface reaches. The
+        worker measures its links to `peers` before it joins."""
         self.name = name
         self._store_host = store_host
         self._place = place
+        self._peers = peers
         self._factory = program
         self._options = options
         self._report = report
@@ -215,11 +222,16 @@ class Worker:
     def _warm_up(self) -> None:
         refuse_unknown_torch()
         choose_interface(self._options.network, self._store_host)
+        host = listen_address(self._options.network, self._store_host)
         self._program = program = self._factory.make()
         if self._has_own_process:
             gc.freeze()  # else each collection of the warm-up walks all that imports have created
         if program.device.type == "cpu":
             keep_freed_memory()
+        faults = FaultInjector(self.name, self._options.faults)
+        network, secret = self._options.network, self._options.secret
+        check = MachineCheck(self._options.health, program.device, faults, host, network, secret)
+        machine = check.run(self._place, self._peers)
         program.warm_up()
         if program.device.type == "cuda":
             self._check_device = begin_device_check(partial(kernel_on, program.device)).failure
@@ -244,8 +256,17 @@ class Worker:
                 device_name=figures.name,
                 step_flops=figures.step_flops,
                 peak_flops=figures.peak_flops,
+                machine=machine,
             )
         )
+        check.watch(self._committed_step, self._report_device_error)
+
+    def _committed_step(self) -> int:
+        stepper = self._trainer.stepper if self._trainer else None
+        return stepper.committed_step if stepper else 0
+
+    def _report_device_error(self, error: str) -> None:
+        self._report(WorkerDraining(self.name, error, is_degraded=True))
 
     def _execute(self, order: Order) -> None:
         trainer = self._trainer
@@ -306,13 +327,22 @@ class Worker:
         text = _printable("".join(traceback.format_exception(error)))
         message = _printable(f"{type(error).__name__}: {error}").splitlines()[0]
         kind = kind_of(error)
-        if kind == "machine":
+        if kind in ("machine", "health"):
             message = f"node {self._place.node} ({socket.gethostname()}): {error}"
             text = ""  # not a bug: no traceback
         held_bytes = peak_bytes() if kind == "memory" else 0
         wanted_bytes = wanted_of(error) if kind == "memory" else 0
         self._report(
-            WorkerRaised(self.name, generation, kind, message, text, held_bytes, wanted_bytes)
+            WorkerRaised(
+                self.name,
+                generation,
+                kind,
+                message,
+                text,
+                held_bytes,
+                wanted_bytes,
+                self._place.node,
+            )
         )
         traceback.clear_frames(error.__traceback__)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from actors.health.health_options import HealthOptions
 from actors.runtime.fault_spec import Fault
 from actors.runtime.handshake import new_secret
 from actors.runtime.network import Network
@@ -35,6 +36,7 @@ class WorkerOptions:
     audit_every: int
     straggler_every: int
     network: Network
+    health: HealthOptions = field(default_factory=HealthOptions)
     faults: tuple[Fault, ...] = ()
     profiled: tuple[int, int] | None = None
     """The first and the last step to trace; see `actors.worker.profiling`."""

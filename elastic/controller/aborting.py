@@ -11,6 +11,7 @@ from collections.abc import Set
 from dataclasses import replace
 
 from elastic.controller.forming import form_or_end, retry_final_save
+from elastic.controller.health import on_failed_check
 from elastic.duties import catch_up
 from elastic.duties.catch_up import note_vote, record_all
 from elastic.duties.checkpoints import stop
@@ -86,6 +87,8 @@ def on_raised(state: ControllerState, now: float, event: WorkerRaised) -> list[C
         return []
     if event.kind == "device":
         state.membership.records[event.worker].has_broken_device = True
+    if event.worker not in state.membership.warm and event.kind == "health":
+        return on_failed_check(state, now, event)
     if event.worker not in state.membership.warm and event.kind == "machine":
         return reject_unfit_worker(state, now, event)
     if event.worker not in state.membership.warm:
@@ -94,7 +97,7 @@ def on_raised(state: ControllerState, now: float, event: WorkerRaised) -> list[C
             state.ending = failure
         return [StopWorker(event.worker, event.message)]
     commands: list[Command] = []
-    if event.kind in ("device", "machine"):
+    if event.kind in ("device", "machine", "health"):
         commands.append(StopWorker(event.worker, event.message))
     if event.generation != state.generation:
         return commands

@@ -12,13 +12,13 @@ come, and a stalled run saves nothing. A checkpoint is requested at once.
 
 from __future__ import annotations
 
-from collections.abc import Set
 from math import inf
 
 from elastic.controller.aborting import abort
 from elastic.controller.forming import next_assignment
+from elastic.controller.health import on_degraded
 from elastic.duties.checkpoints import is_saving
-from elastic.duties.membership import forget, note_change, participants
+from elastic.duties.membership import drain_workers, forget, note_change, participants
 from elastic.duties.recovery import find_live_state
 from elastic.geometry.errors import Infeasible
 from elastic.protocol.commands import Command, StopWorker, Warned
@@ -36,6 +36,8 @@ def on_notice(
 ) -> list[Command]:
     """Handle a request to drain a worker, or a notice about a node."""
     match event:
+        case WorkerDraining(is_degraded=True):
+            return on_degraded(state, now, event)
         case WorkerDraining():
             return _drain_worker(state, event.worker)
         case NodeDraining() if now < event.deadline + state.policy.drain_grace_s:
@@ -114,7 +116,7 @@ def _drain_worker(state: ControllerState, worker: str) -> list[Command]:
     for drain in state.membership.node_drains.values():
         drain.draining_workers.discard(worker)  # it leaves even if its node stays
     state.checkpoints.late_writers.discard(worker)
-    return _drain_workers(state, {worker})
+    return drain_workers(state, {worker})
 
 
 def _drain_node(state: ControllerState, now: float, event: NodeDraining) -> list[Command]:
@@ -124,26 +126,13 @@ def _drain_node(state: ControllerState, now: float, event: NodeDraining) -> list
     drain.deadline = event.deadline
     workers_there = state.membership.on(event.node)
     drain.draining_workers |= workers_there - state.membership.draining
-    commands = _drain_workers(state, workers_there)
+    commands = drain_workers(state, workers_there)
     if state.snapshots.sets:
         state.snapshots.placement_at = now
     is_wanted = (is_new and is_saving(state)) or not _enough_stay(state)
     if workers_there and state.live.held and is_wanted:
         state.checkpoints.want_save(now)
     return commands
-
-
-def _drain_workers(state: ControllerState, draining_workers: Set[str]) -> list[Command]:
-    """Members leave at the next step boundary; workers that are idle and hold no state stop at
-    once."""
-    state.membership.draining |= draining_workers
-    holders = (held.holders for held in state.live.holdings())
-    busy = participants(state).union(*holders)
-    return [
-        StopWorker(w, "it was drained")
-        for w in state.membership.records
-        if w in draining_workers - busy
-    ]
 
 
 def _can_train_without_them(state: ControllerState) -> bool:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from elastic.controller.health import compare_devices, compare_links
 from elastic.duties.bandwidth import known_job, median_speeds
 from elastic.duties.catch_up import mark_missing
 from elastic.duties.checkpoints import begin_saving, drop_voided, end, is_saved
@@ -71,11 +72,11 @@ def try_form(state: ControllerState, now: float) -> list[Command]:
     source = choose_source(state)
     if state.ending and source.old is None:
         return end(state, now)
+    commands = compare_devices(state, now)
     proposal = next_assignment(state, source.old)
     if isinstance(proposal, Infeasible):
-        return end(state, now) if state.ending else _refuse(state, now, proposal)
+        return commands + (end(state, now) if state.ending else _refuse(state, now, proposal))
     assignment = proposal.assignment
-    commands: list[Command] = []
     held_now = state.live.holdings() if source.old and source.step == state.committed_step else []
     if source.step > state.committed_step:  # snapshots of steps that no live worker has reported
         commands += mark_missing(state, now, source.step)
@@ -241,7 +242,7 @@ def _resume(state: ControllerState, now: float, phase: Resharding) -> list[Comma
     standbys = state.membership.warm - state.membership.draining - set(members)
     state.growth.standby_since = state.growth.idle_since = now if standbys else None
     state.gang.num_backoffs = 0
-    _note_bandwidths(state, phase)
+    slow_links = _note_bandwidths(state, now, phase)
     state.enter(Running(now, now))
     state.steps.boundary_at, state.forming.reshard_s = now, now - attempt.started
     held = [phase.ready[worker] for worker in members]
@@ -262,6 +263,7 @@ def _resume(state: ControllerState, now: float, phase: Resharding) -> list[Comma
     return [
         resharded,
         resume,
+        *slow_links,
         *(StopWorker(worker, "it was drained") for worker in draining_workers),
     ]
 
@@ -277,7 +279,7 @@ def _resharded(state: ControllerState, now: float, phase: Resharding) -> Reshard
     )
 
 
-def _note_bandwidths(state: ControllerState, phase: Resharding) -> None:
+def _note_bandwidths(state: ControllerState, now: float, phase: Resharding) -> list[Command]:
     measured = [
         (worker, peer, speed)
         for worker, event in sorted(phase.ready.items())
@@ -289,6 +291,7 @@ def _note_bandwidths(state: ControllerState, phase: Resharding) -> None:
             for worker, worker_record in state.membership.records.items()
         }
         state.job = replace(state.job, bandwidths=median_speeds(measured, topology))
+    return compare_links(state, now, measured)
 
 
 def next_assignment(state: ControllerState, previous: Assignment | None) -> Proposal | Infeasible:

@@ -22,7 +22,7 @@ def median_speeds(bandwidths: Iterable[tuple[str, str, float]], topology: Topolo
     by_class: dict[str, list[float]] = {}
     for receiver, sender, speed in bandwidths:
         here, there = topology.get(receiver, Place()), topology.get(sender, Place())
-        by_class.setdefault(_class(here, there), []).append(speed)
+        by_class.setdefault(link_class(here, there), []).append(speed)
     medians = {name: sorted(speeds)[len(speeds) // 2] for name, speeds in by_class.items()}
     return Bandwidths(**medians)
 
@@ -60,7 +60,8 @@ def with_microbatch_time(
     return replace(job, microbatch_s=compute_s / num_microbatches)
 
 
-def _class(here: Place, there: Place) -> str:
+def link_class(here: Place, there: Place) -> str:
+    """Whether two workers share the node, the rack, or neither."""
     if here.node and here.node == there.node:
         return "node"
     return "rack" if here.rack and here.rack == there.rack else "far"

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Set
+
 from elastic.duties.poison_batches import note_lost_worker
 from elastic.duties.uploads import break_uploads
+from elastic.geometry.machine_report import Peer
 from elastic.protocol.commands import Command, StartWorkers, StopWorker, Warned
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.duty_records import WorkerRecord
@@ -17,6 +20,7 @@ FIRST_BACKOFF_S = 1.0
 """Value of the policy field `restart_backoff_s`."""
 MAX_BACKOFF_S = 60.0
 NUM_RECENT_STARTS = 8
+MAX_PEERS = 6
 NUM_RECENT_CHANGES = 5
 """The mean time between changes is taken over this many."""
 
@@ -47,7 +51,7 @@ def add_ready_worker(state: ControllerState, now: float, event: WorkerReady) -> 
         start_s,
     ]
     worker_record = WorkerRecord(
-        now, event.node, event.rack, event.pid, event.memory_bytes, event.device
+        now, event.node, event.rack, event.pid, event.memory_bytes, event.device, event.machine
     )
     worker_record.is_ready = True
     state.membership.records[event.worker] = worker_record
@@ -90,6 +94,19 @@ def forget(
         )  # else the next one would come a full interval after the lost one
 
 
+def drain_workers(state: ControllerState, workers: Set[str]) -> list[Command]:
+    """Members leave at the next step boundary; workers that are idle and hold no state stop at
+    once."""
+    state.membership.draining |= workers
+    holders = (held.holders for held in state.live.holdings())
+    busy = participants(state).union(*holders)
+    return [
+        StopWorker(worker, "it was drained")
+        for worker in state.membership.records
+        if worker in workers - busy
+    ]
+
+
 def note_change(state: ControllerState, now: float) -> None:
     """Members are lost, or drain; all changes within one generation count as one."""
     if state.membership.changed_generation != state.generation:
@@ -113,7 +130,20 @@ def start_missing(state: ControllerState, now: float) -> list[Command]:
     state.membership.records.update(
         {name: WorkerRecord(now, quarantined=quarantined) for name in names}
     )
-    return [StartWorkers(names, quarantined)]
+    return [StartWorkers(names, quarantined, _peers_of_new_workers(state))]
+
+
+def _peers_of_new_workers(state: ControllerState) -> tuple[Peer, ...]:
+    """Members on different nodes, other ones for each start, so that no link server is crowded."""
+    staying = sorted(state.membership.warm - state.membership.draining)
+    first = state.membership.next_worker % max(1, len(staying))
+    peers: dict[str, Peer] = {}
+    for worker in staying[first:] + staying[:first]:
+        record = state.membership.records[worker]
+        if record.machine.port and len(peers) < MAX_PEERS:
+            address = record.machine.host, record.machine.port
+            peers.setdefault(record.node, Peer(record.node, record.rack, *address))
+    return tuple(peers.values())
 
 
 def start_deadline(state: ControllerState) -> float:

@@ -15,7 +15,8 @@ further quarantine of the same node lasts twice as long.
 A worker that something external may have killed (SIGKILL, the out-of-memory killer, a preemption;
 on Ray every end without a known reason) does not count against its node if it trained for longer
 than it took to start: such a node is better than none. A broken device always counts: the
-controller stops its worker, and the next one would get the same device.
+controller stops its worker, and the next one would get the same device. A machine that fails a
+check (`elastic.controller.health`) quarantines its node at once.
 """
 
 from __future__ import annotations
@@ -66,6 +67,17 @@ def on_crash(state: ControllerState, now: float, event: WorkerLost) -> list[Comm
         cause = f"workers have crashed there {counts[node]} times"
         commands.append(NodeQuarantined(node, state.quarantine.until[node], cause))
     return commands
+
+
+def quarantine_unfit_node(
+    state: ControllerState, now: float, node: str, cause: str
+) -> list[Command]:
+    """Quarantine the node of a machine that failed a check, if the run has workers elsewhere."""
+    is_off = not state.policy.quarantine_after
+    if is_off or not node or node in state.quarantine.until or not _elsewhere(state, node):
+        return []
+    _quarantine(state, now, node)
+    return [NodeQuarantined(node, state.quarantine.until[node], cause)]
 
 
 def quarantine_deadline(state: ControllerState) -> float:
@@ -192,16 +204,20 @@ def _is_to_blame(state: ControllerState, node: str, counts: Counter[str]) -> boo
     } | counts.keys()
     others = sorted(counts[other] for other in nodes - {node})
     typical = others[len(others) // 2] if others else 0
-    elsewhere = {
-        state.membership.records[worker].node
-        for worker in state.membership.warm - state.membership.draining
-    }
-    elsewhere -= {node} | state.quarantine.until.keys() | state.membership.node_drains.keys()
     return (
         counts[node] >= state.policy.quarantine_after
         and counts[node] > 2 * typical
-        and bool(elsewhere)
+        and bool(_elsewhere(state, node))
     )
+
+
+def _elsewhere(state: ControllerState, node: str) -> set[str]:
+    """The other nodes with workers that stay."""
+    nodes = {
+        state.membership.records[worker].node
+        for worker in state.membership.warm - state.membership.draining
+    }
+    return nodes - {node} - state.quarantine.until.keys() - state.membership.node_drains.keys()
 
 
 def _clear_nodes(state: ControllerState, crash: Crash, counts: Counter[str]) -> list[Command]:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.layout import Layout
+from elastic.geometry.machine_report import Peer
 from elastic.protocol.events import PartFile
 from elastic.protocol.votes import StepRecord, Vote
 from elastic.reshard.reshard_plan import ReshardPlan
@@ -28,6 +29,8 @@ class StartWorkers:
     workers: tuple[str, ...]
     quarantined: tuple[str, ...] = ()
     """Nodes on which no worker may start, even if no other node is free."""
+    peers: tuple[Peer, ...] = ()
+    """Members on different nodes, with which a new worker measures its links."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,7 +275,7 @@ class RolledBack:
 @dataclass(frozen=True, slots=True)
 class Warned:
     """A warning to the user: `kind` is `skipped`, `spike`, `audit`, `notice`, `machine`,
-    `straggler` or `checkpoint`."""
+    `health`, `straggler` or `checkpoint`."""
 
     generation: int
     step: int

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from elastic.geometry.assignment import Assignment
+from elastic.geometry.machine_report import MachineReport
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.topology import Place
 from elastic.protocol.events import PartFile
@@ -21,9 +22,12 @@ class WorkerRecord:
     pid: int = 0
     memory_bytes: int | None = None
     device: str = "cpu"
+    machine: MachineReport = field(default_factory=MachineReport)
     quarantined: tuple[str, ...] = ()
     """The nodes that were quarantined when it was started."""
     is_ready: bool = False
+    is_compared: bool = False
+    """Whether its device has been compared with the others'; see `elastic.controller.health`."""
     has_broken_device: bool = False
     silent_in: int = 0
     """The latest generation in which it did not answer."""

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
+from elastic.geometry.machine_report import MachineReport
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Job
 from elastic.protocol.controller_events import ControllerEvent
@@ -88,6 +89,7 @@ class WorkerReady:
     device_name: str = ""
     step_flops: float | None = None
     peak_flops: float | None = None
+    machine: MachineReport = field(default_factory=MachineReport)
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,10 +115,12 @@ class WorkerSuspected:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDraining:
-    """A worker is to leave the run at the next step boundary, by plan."""
+    """A worker is to leave the run at the next step boundary, by plan, or since its device
+    degrades."""
 
     worker: str
     cause: str
+    is_degraded: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,9 +285,10 @@ class WorkerRaised:
     """A worker's training thread raised an exception.
 
     `kind` is `peer` (a collective failed: a peer may be gone), `device`, `memory`, `machine` (the
-    machine lacks something, such as a route to the data), `holding` (the worker's holding is not of
-    the plan's step) or `program` (the user's code). For `memory`, `held_bytes` is the worker's peak
-    and `wanted_bytes` the size of the failed allocation, if reported.
+    machine lacks something, such as a route to the data), `health` (the machine failed a check on
+    `node`), `holding` (the worker's holding is not of the plan's step) or `program` (the user's
+    code). For `memory`, `held_bytes` is the worker's peak and `wanted_bytes` the size of the failed
+    allocation, if reported.
     """
 
     worker: str
@@ -293,6 +298,7 @@ class WorkerRaised:
     traceback: str = ""
     held_bytes: int = 0
     wanted_bytes: int = 0
+    node: str = ""
 
 
 @dataclass(frozen=True, slots=True)

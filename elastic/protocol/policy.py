@@ -89,10 +89,11 @@ class Policy:
     max_rollbacks: int
     """The most rollbacks before the run has got `loss_monitor.spike_window` steps further."""
 
-    # settings `straggler` and `quarantine`
+    # settings `straggler`, `health` and `quarantine`
     straggler_every: int
     straggler_factor: float
     straggler_reports: int
+    health_factor: float
     quarantine_after: int
     crash_window_s: float
     quarantine_s: float

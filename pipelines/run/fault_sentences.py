@@ -4,25 +4,41 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from typing import cast
 
 from actors.runtime.fault_spec import MOMENTS, Action, Fault
 from elastic.protocol.events import WorkerDraining
 from pipelines.errors import UserError
 
+_ACTIONS: dict[str, Action | None] = {
+    "kill": "kill",
+    "stop": "stop",
+    "hang": "hang",
+    "raise in": "raise",
+    "remove": None,
+    "flip a bit in": "flip",
+    "nan in": "nan",
+    "slow link of": "slow_link",
+    "slow": "slow",
+    "ecc error in": "ecc",
+}
+"""By the words of the sentence; None: the worker is drained."""
+_SLOW: tuple[Action, ...] = ("slow", "slow_link")
+_OF_MACHINE: tuple[Action, ...] = ("slow_link", "ecc")
+"""Faults of the machine, which is checked before the worker trains its first step."""
 _SENTENCE = re.compile(
-    r"(?P<action>kill|stop|hang|raise in|remove|flip a bit in|nan in|slow) workers? "
+    rf"(?P<action>{'|'.join(_ACTIONS)}) workers? "
     r"(?P<workers>[0-9]{1,9}(?:(?:,| and|, and) [0-9]{1,9})*)"
     r"(?: by (?P<factor>[0-9]{1,9}(?:\.[0-9]{1,9})?)x)?"
     r"(?: (?:in|while|in the) (?P<moment>[a-z-]+))?"
-    r" (?:at|of|in|before|after) step (?P<step>[0-9]{1,12})"
+    r"(?: (?:at|of|in|before|after) step (?P<step>[0-9]{1,12}))?"
 )
 _MOMENTS = {moment.replace("_", "-"): moment for moment in MOMENTS}
 """Moments as the sentences name them."""
 EXAMPLES = (
     "kill worker 3 at step 60; kill workers 1 and 2 in vote at step 80; stop worker 0 at step 20; "
     "remove worker 2 at step 40; kill worker 1 while forming before step 61; "
-    "flip a bit in worker 1 at step 7; nan in worker 1 at step 9; slow worker 2 by 3x at step 30"
+    "flip a bit in worker 1 at step 7; nan in worker 1 at step 9; slow worker 2 by 3x at step 30; "
+    "slow link of worker 2 by 10x; ecc error in worker 1"
 )
 
 
@@ -39,27 +55,31 @@ def parse_faults(
     for sentence in sentences:
         match = _SENTENCE.fullmatch(" ".join(sentence.lower().split()))
         moment = _MOMENTS.get(match["moment"] or "compute") if match else None
-        if match is None or moment is None:
+        action = _ACTIONS[match["action"]] if match else None
+        has_step = match is not None and (match["step"] is not None or action in _OF_MACHINE)
+        if match is None or moment is None or not has_step:
             raise UserError(
                 f"--inject {sentence!r} is not understood; write e.g. {EXAMPLES} "
                 f"(moments: {', '.join(_MOMENTS)})"
             )
-        step, action = int(match["step"]), match["action"].split()[0]
-        factor = float(match["factor"] or 1.0)
-        if (action == "slow") != (factor > 1.0) or (match["factor"] and factor <= 1.0):
+        step, factor = int(match["step"] or 0), float(match["factor"] or 1.0)
+        if (action in _SLOW) != (factor > 1.0) or (match["factor"] and factor <= 1.0):
             raise UserError(
                 f"--inject {sentence!r}: `slow` needs a factor over 1, other faults take none: "
                 "slow worker 2 by 3x at step 30"
             )
-        if action in ("flip", "nan", "slow") and moment != "compute":
+        if (
+            action in ("flip", "nan", *_SLOW, *_OF_MACHINE)
+            and (match["moment"] or "compute") != "compute"
+        ):
             raise UserError(
                 f"--inject {sentence!r}: this fault only happens in compute; leave out the moment"
             )
         for number in re.findall(r"\d+", match["workers"]):
-            if action == "remove":
+            if action is None:
                 draining_workers.append(
                     (step, WorkerDraining(f"w{number}", "requested by --inject"))
                 )
             else:
-                faults.append(Fault(cast(Action, action), f"w{number}", step, moment, factor))
+                faults.append(Fault(action, f"w{number}", step, moment, factor))
     return tuple(faults), tuple(draining_workers)

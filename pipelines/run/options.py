@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from hashlib import sha256
 
+from actors.health.health_options import HealthOptions
 from actors.runtime.fault_spec import Fault
 from actors.runtime.network import Network
 from actors.worker.worker_options import WorkerOptions
@@ -59,6 +60,7 @@ def policy_of(settings: TrainSettings, min_workers: int, max_workers: int, run_n
         straggler_every=settings.straggler.every,
         straggler_factor=settings.straggler.factor,
         straggler_reports=settings.straggler.reports,
+        health_factor=settings.health.slow_factor,
         quarantine_after=quarantine.after_crashes,
         crash_window_s=quarantine.crash_window_s,
         quarantine_s=quarantine.duration_s,
@@ -85,6 +87,7 @@ def worker_options(
         snapshot_every=settings.snapshot.every_steps,
         audit_every=settings.audit.every,
         straggler_every=settings.straggler.every,
+        health=HealthOptions(**settings.health.model_dump()),
         network=Network(settings.network.interface, settings.network.port_range),
         faults=faults,
         profiled=parse_profile(profile) if profile else None,

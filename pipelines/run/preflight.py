@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from dataclasses import fields
 
 from actors.distributed.torch_names import refuse_unknown_torch
@@ -14,6 +15,7 @@ from pipelines.errors import UserError
 from pipelines.loop.script import Script
 from pipelines.run.plan import RunPlan
 from pipelines.settings.recipe import Recipe
+from pipelines.settings.user_code import user_code_errors
 
 
 def refuse_unstartable(plan: RunPlan, detach: bool = False) -> None:
@@ -22,6 +24,7 @@ def refuse_unstartable(plan: RunPlan, detach: bool = False) -> None:
     Checks that need the cluster, such as its types of accelerators, follow after joining it.
     """
     _refuse_torch()
+    _refuse_unknown_check(plan.settings.health.check)
     _refuse_unpicklable(plan)
     is_private = will_be_private()
     if is_private and detach:
@@ -42,6 +45,19 @@ def _refuse_torch() -> None:
         refuse_unknown_torch()
     except UnsuitableMachine as error:
         raise UserError(str(error)) from None
+
+
+def _refuse_unknown_check(name: str | None) -> None:
+    if name is None:
+        return
+    module, _, function = name.partition(":")
+    try:
+        with user_code_errors(f"health.check={name}"):
+            found = getattr(importlib.import_module(module), function, None)
+    except ModuleNotFoundError:
+        raise UserError(f"health.check={name}: there is no module {module}") from None
+    if not callable(found):
+        raise UserError(f"health.check={name}: {module} has no function '{function}'")
 
 
 def _refuse_unpicklable(plan: RunPlan) -> None:

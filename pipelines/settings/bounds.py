@@ -46,6 +46,18 @@ def _refuse_straggler_factor_up_to_one(factor: float) -> float:
     return factor
 
 
+def _refuse_health_factor_up_to_one(factor: float) -> float:
+    if 0.0 < factor <= 1.0:
+        raise ValueError("must be greater than 1, or 0 to compare no machines")
+    return factor
+
+
+HealthFactor = Annotated[NonNegativeFloat, AfterValidator(_refuse_health_factor_up_to_one)]
+"""A machine is refused if it is over this many times slower than the others."""
+
+FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+"""A function as `module:function`."""
+
 StragglerFactor = Annotated[PositiveFloat, AfterValidator(_refuse_straggler_factor_up_to_one)]
 """A worker is a straggler if its compute time is over this many times that of the others."""
 

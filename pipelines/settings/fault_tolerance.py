@@ -11,6 +11,8 @@ from elastic.reshard.parity import num_chunks_of
 from elastic.reshard.snapshot_interval import AUTO_EVERY
 from pipelines.errors import UserError
 from pipelines.settings.bounds import (
+    FunctionName,
+    HealthFactor,
     Minutes,
     NonNegativeInt,
     PositiveInt,
@@ -239,6 +241,26 @@ class StragglerSettings(Settings):
         3,
         "A straggler is replaced by a standby worker, or else reported, after this many reports in "
         "a row.",
+    )
+
+
+class HealthSettings(Settings):
+    """Checks of a machine before its worker joins, and of its GPU later; see docs/watching.md."""
+
+    check: FunctionName | None = setting(
+        None,
+        "A function as `module:function` that each new worker calls with its device before it "
+        "joins. It returns None, or says why no worker may run on this machine.",
+    )
+    slow_factor: HealthFactor = setting(
+        4.0,
+        "A new worker is refused if a matrix product takes over this many times as long as on the "
+        "others' devices of the same kind, or if its links are this many times slower; 0: never.",
+    )
+    device_errors: bool = setting(
+        True,
+        "Whether a GPU is refused for errors that NVML reports, and drained for new ones: "
+        "uncorrectable ECC errors, pending or failed row remapping, Xids, and hardware slowdown.",
     )
 
 

@@ -24,6 +24,7 @@ from pipelines.settings.fault_tolerance import (
     CheckpointSettings,
     FailureSettings,
     GrowthSettings,
+    HealthSettings,
     LossMonitorSettings,
     QuarantineSettings,
     SnapshotSettings,
@@ -256,6 +257,7 @@ class TrainSettings(Settings):
     )
     audit: AuditSettings = setting(AuditSettings(), "Audits.", resumable=True)
     straggler: StragglerSettings = setting(StragglerSettings(), "Stragglers.", resumable=True)
+    health: HealthSettings = setting(HealthSettings(), "Health checks.", resumable=True)
     quarantine: QuarantineSettings = setting(QuarantineSettings(), "Quarantine.", resumable=True)
     cache: CacheSettings = setting(CacheSettings(), "Cache of token shards.", resumable=True)
     reading: ReadingSettings = setting(ReadingSettings(), "Reader processes.", resumable=True)

@@ -13,6 +13,7 @@ from typing import Any
 from users_policy import quiet_policy
 
 from actors.controller.shell import Shell
+from actors.health.health_options import HealthOptions
 from actors.local.process_fleet import NODE, ProcessFleet
 from actors.runtime.factory import Factory
 from actors.runtime.fault_spec import Fault
@@ -158,6 +159,7 @@ def build_options(
         audit_every=policy.audit_every,
         straggler_every=policy.straggler_every,
         network=network,
+        health=HealthOptions(**settings.health.model_dump()),
         faults=faults,
     )
 

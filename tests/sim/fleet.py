@@ -12,7 +12,13 @@ from sim.timeline import Channel
 from sim.world import World
 
 from actors.controller.publisher import StorageOrder
-from elastic.protocol.commands import DropCheckpoints, ForgetSnapshots, Order, SetAside
+from elastic.protocol.commands import (
+    DropCheckpoints,
+    ForgetSnapshots,
+    Order,
+    SetAside,
+    StartWorkers,
+)
 from elastic.protocol.commands import PublishCheckpoint as Publish
 from elastic.protocol.commands import QuerySnapshotServers as Query
 from elastic.protocol.controller_events import CheckpointsRemoved
@@ -45,10 +51,10 @@ class SimFleet:
         self._process.execute(("StartStore", None, None, ""))
         self._start_store()
 
-    def start_workers(self, workers: Sequence[str], quarantined: Sequence[str] = ()) -> None:
+    def start_workers(self, command: StartWorkers) -> None:
         self._process.execute(("StartWorkers", None, None, ""))
-        for name in workers:
-            self._world.start_worker(name, tuple(quarantined))
+        for name in command.workers:
+            self._world.start_worker(name, command.quarantined)
 
     def start_snapshot_server(self, node: str) -> None:
         self._process.execute(("StartSnapshotServer", None, None, node))

@@ -218,8 +218,8 @@ class TrainingFleet:
     def start_store(self) -> None:
         self.shell.post(StoreReady("host", 1))
 
-    def start_workers(self, workers: Sequence[str], quarantined: Sequence[str] = ()) -> None:
-        for worker in workers:
+    def start_workers(self, command: all_commands.StartWorkers) -> None:
+        for worker in command.workers:
             self.shell.post(WorkerReady(worker, "node", 1))
 
     def stop_worker(self, worker: str) -> None:

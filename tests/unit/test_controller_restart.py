@@ -31,6 +31,7 @@ from elastic.protocol.commands import (
     Reshard,
     Resume,
     SaveCheckpoint,
+    StartWorkers,
     Stopped,
 )
 from elastic.protocol.controller_state import ControllerState
@@ -75,8 +76,8 @@ class ObedientFleet:
     def start_store(self) -> None:
         self.shell.post(StoreReady("host", 1))
 
-    def start_workers(self, workers: Sequence[str], quarantined: Sequence[str] = ()) -> None:
-        for worker in workers:
+    def start_workers(self, command: StartWorkers) -> None:
+        for worker in command.workers:
             self.shell.post(WorkerReady(worker, "node", 1))
 
     def send(self, workers: Iterable[str], order: Order) -> None:

@@ -10,6 +10,7 @@ from sim.reporting import command_in_words, phase_in_words
 from users_policy import users_policy
 
 from elastic.controller.core import Core
+from elastic.geometry.machine_report import MachineReport
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Job
 from elastic.protocol.controller_events import WorkerAnswered, WorkersStalled
@@ -89,7 +90,8 @@ def draw_helpful_event(random: Random, core: Core) -> Event:
         return StoreReady("host", 1)
     if starting:
         node = f"node{random.randrange(3)}"
-        return WorkerReady(random.choice(starting), node, 1, digest="same")
+        machine = MachineReport(random.choice((0.01, 0.01, 0.01, 0.2)), "kind")
+        return WorkerReady(random.choice(starting), node, 1, digest="same", machine=machine)
     return Woke()
 
 
@@ -110,9 +112,12 @@ def draw_any_event(random: Random, core: Core) -> Event:
     step = state.committed_step + random.choice((-1, 0, 1, 1, 2))
     record, vote = make_step(step, generation, random.choice((0.0, 1.0, 1.0, 1.0, 9.0)))
     complete, torn = random.random() < 0.8, random.random() < 0.2
-    kind = random.choice(("peer", "device", "memory", "machine", "program"))
+    kind = random.choice(("peer", "device", "memory", "machine", "health", "program"))
+    machine = MachineReport(
+        random.choice((0.01, 0.2)), "kind", random.choice(("", "GPU-0", "GPU-1"))
+    )
     events: list[Event] = [
-        WorkerReady(worker, "node0", 1, digest="same"),
+        WorkerReady(worker, "node0", 1, digest="same", machine=machine),
         GroupFormed(worker, generation),
         StateReady(worker, generation, 0, 0, 0.0, 1, 1, 2),
         StepCommitted(generation, record, vote),
@@ -126,9 +131,10 @@ def draw_any_event(random: Random, core: Core) -> Event:
         WorkerAnswered(worker),
         WorkersStalled(generation, (worker,)),
         WorkerDraining(worker, "requested"),
+        WorkerDraining(worker, "it is too hot", is_degraded=True),
         NodeDraining(f"node{random.randrange(3)}", random.uniform(0.0, 100.0)),
         NodeAtRisk(f"node{random.randrange(3)}", "a notice"),
-        WorkerRaised(worker, generation, kind, "an error"),
+        WorkerRaised(worker, generation, kind, "an error", node="node0"),
         Checkpointed(step, generation, f"step-{step}-g{generation}"),
         PartFailed(worker, generation, step, "no space left"),
         CheckpointDamaged(worker, generation, f"step-{step}-g{generation}", "a flipped bit"),

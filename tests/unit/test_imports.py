@@ -40,6 +40,7 @@ LEVELS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("ray_backend", "local"),
         ("ray_backend/cluster", "controller"),
         ("worker",),
+        ("health",),
         ("snapshots", "distributed"),
         ("distributed/backends",),
         ("host_memory", "notices", "runtime"),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 from concurrent.futures import Future
 from contextlib import contextmanager
 from pathlib import Path
@@ -18,7 +18,7 @@ from actors.storage.lease import claim
 from actors.storage.storage import DiskStorage
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Job
-from elastic.protocol.commands import Order
+from elastic.protocol.commands import Order, StartWorkers
 from elastic.protocol.events import RunOpened, StopRequested, StoreReady, WorkerLost, WorkerReady
 
 PATIENCE_S = 20.0
@@ -30,7 +30,7 @@ class EmptyFleet:
     def start_store(self) -> None:
         pass
 
-    def start_workers(self, workers: Sequence[str], quarantined: Sequence[str] = ()) -> None:
+    def start_workers(self, command: StartWorkers) -> None:
         pass
 
     def stop_worker(self, worker: str) -> None:

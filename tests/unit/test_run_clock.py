@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from concurrent.futures import Future
 from pathlib import Path
 from typing import Any
@@ -18,7 +18,7 @@ from actors.storage.lease import claim
 from actors.storage.storage import DiskStorage
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Job
-from elastic.protocol.commands import Order, Stopped
+from elastic.protocol.commands import Order, StartWorkers, Stopped
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import (
     NodeDraining,
@@ -88,8 +88,8 @@ class SilentFleet:
     def start_store(self) -> None:
         self.shell.post(StoreReady("host", 1))
 
-    def start_workers(self, workers: Sequence[str], quarantined: Sequence[str] = ()) -> None:
-        for worker in workers:
+    def start_workers(self, command: StartWorkers) -> None:
+        for worker in command.workers:
             self.shell.post(WorkerReady(worker, "node", 1))
 
     def stop_worker(self, worker: str) -> None:
