@@ -5,7 +5,7 @@ NUM_TEST_WORKERS ?= 2
 PYTEST := $(BIN)/pytest -n $(NUM_TEST_WORKERS) --no-loadscope-reorder
 RESULTS := build/tests
 
-.PHONY: setup train test test-torch ci soak bench bench-readme lint docs clean
+.PHONY: setup train test test-torch ci soak gpu bench bench-readme lint docs clean
 
 setup: $(READY)
 
@@ -32,6 +32,10 @@ ci: $(READY) lint docs
 soak: $(READY)
 	ELASTIC_KEEP_SEEDS=1 $(PYTEST) -m "soak" --durations=0 --durations-min=1 \
 		--junitxml=$(RESULTS)/soak.xml
+
+# On a machine with a GPU: its tests and measurements, written to docs/gpu.md. Needs no Ray.
+gpu:
+	PYTHONPATH=$(CURDIR) $(or $(wildcard $(BIN)/python),$(PYTHON)) benchmarks/gpu.py
 
 bench: $(READY)
 	$(BIN)/python benchmarks/run_all.py

@@ -28,8 +28,9 @@ SMALLEST_RATIO = {"decoded": 0.95, "awaited": 0.98}
 LARGEST_WAIT = 0.01
 READERS_SUFFICE = ("hidden", "byte_lm")
 """Where the readers are faster than training."""
-NUM_STEPS = {"decoded": 20, "awaited": 40}
-"""The steps of a block: many more than passes are read ahead."""
+NUM_STEPS = {"decoded": 90, "awaited": 230}
+"""The steps of a block of about 8 s: many more than passes are read ahead, and so many that what a
+run does periodically does not all fall into its blocks."""
 MEASURED_S = 30.0
 
 
@@ -131,7 +132,7 @@ def measure_alone(name: str, recipe: str) -> Row:
 
 def main() -> int:
     arguments = parser(__doc__.splitlines()[0])
-    arguments.add_argument("--blocks", type=int, default=40, help="blocks of each system")
+    arguments.add_argument("--blocks", type=int, default=12, help="blocks of each system")
     options = arguments.parse_args()
     rows = [measure(model, options.blocks) for model in SMALLEST_RATIO]
     rows.append(measure_alone("hidden", f"{SCRIPTS / 'data_models.py'}:hidden"))

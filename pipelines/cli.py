@@ -67,7 +67,7 @@ Ports = Annotated[
     str | None,
     typer.Option(
         metavar="FIRST:LAST",
-        help="Ports of the store and the snapshot servers, e.g. 20000:20100.",
+        help="Ports of the store, snapshot servers and link servers, e.g. 20000:20100.",
     ),
 ]
 NotifyUrl = Annotated[

@@ -40,6 +40,8 @@ def measure_bandwidths(
         for _ in range(NUM_TRIES):
             # Together, else a slow link would delay the next message of its neighbours.
             wait_for(group.allreduce([torch.zeros(1, device=device)]))
+            if device.type == "cuda":
+                torch.cuda.synchronize(device)
             began = time.perf_counter()
             time.sleep((slowed_by - 1.0) * USUAL_S)
             arrived = _shift(group, outgoing, arriving, source, target)

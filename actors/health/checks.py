@@ -7,6 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import TypeVar
 
 import torch
 
@@ -21,12 +22,17 @@ from actors.storage.errors import UnhealthyMachine
 from elastic.geometry.machine_report import MachineReport, Peer
 from elastic.geometry.topology import Place
 
-WATCH_EVERY_S = 5.0
+T = TypeVar("T")
+
+LOOK_EVERY_S, REPORT_EVERY_S = 5.0, 600.0
+"""A worker that the run needs stays in spite of its device's errors; they are reported again."""
+CHECK_LIMIT_S, LIMIT_OF_USERS_S = 60.0, 600.0
 
 
 @dataclass
 class MachineCheck:
-    """The checks of one worker's machine. `host` is where its link server listens."""
+    """The checks of one worker's machine. `host` is where its link server listens; empty if this
+    process shall have none."""
 
     options: HealthOptions
     device: torch.device
@@ -43,23 +49,22 @@ class MachineCheck:
 
         Returns what the controller compares with other workers. Raises `UnhealthyMachine`.
         """
-        factor, device_id = self.options.slow_factor, identity_of(self.device)
-        if self.options.check is not None:
-            _run_check_of_user(self.options.check, self.device)
+        name, factor = self.options.check, self.options.slow_factor
+        if name is not None:
+            within(LIMIT_OF_USERS_S, name, lambda: _run_check_of_user(name, self.device))
         lasting = self._errors.lasting() if self.options.device_errors else ""
         if reason := self.faults.device_error(step=0) or lasting:
             raise UnhealthyMachine(reason)
-        if not factor:
-            return MachineReport(device_id=device_id)
-        check_memory(self.device)
-        product_s = time_product(self.device)
-        if reason := find_slow_links(here, peers, self.secret, factor, self.faults.link_factor):
-            raise UnhealthyMachine(reason)
-        port = LinkServer.open(self.host, self.network, self.secret)
-        return MachineReport(product_s, processor_of(self.device), device_id, self.host, port)
+        product_s = within(CHECK_LIMIT_S, "the device", self._check_device)
+        slowed_by = self.faults.link_factor
+        if factor and (slow := find_slow_links(here, peers, self.secret, factor, slowed_by)):
+            raise UnhealthyMachine(f"{slow} (health.slow_factor={factor:g})")
+        port = LinkServer.open(self.host, self.network, self.secret) if self.host else 0
+        processor, device_id = processor_of(self.device), identity_of(self.device)
+        return MachineReport(product_s, processor, device_id, self.host, port)
 
     def watch(self, step: Callable[[], int], report: Callable[[str], None]) -> None:
-        """From now on look for new errors of the device, and report the first one, once.
+        """From now on look for new errors of the device, on a thread of its own.
 
         `step` is the newest step of this worker, which injected faults need.
         """
@@ -69,18 +74,48 @@ class MachineCheck:
 
         def look() -> None:
             while not (error := self.faults.device_error(step()) or self._errors.new()):
-                time.sleep(WATCH_EVERY_S)
-            report(error)
+                time.sleep(LOOK_EVERY_S)
+            while True:
+                report(error)
+                time.sleep(REPORT_EVERY_S)
 
         threading.Thread(target=look, name="device-errors", daemon=True).start()
 
+    def _check_device(self) -> float:
+        check_memory(self.device)
+        return time_product(self.device)
+
+
+def within(limit_s: float, what: str, check: Callable[[], T]) -> T:
+    """The result of a check that may block, on a thread of its own. Raises `UnhealthyMachine` if
+    the check raises, or takes longer."""
+    results: list[T] = []
+    errors: list[Exception] = []
+
+    def run() -> None:
+        try:
+            results.append(check())
+        except Exception as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="health", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if results:
+        return results[0]
+    if not errors:
+        raise UnhealthyMachine(f"{what}: a check did not end within {limit_s:g} s")
+    if isinstance(errors[0], UnhealthyMachine):
+        raise errors[0]
+    text = f"{what}: a check raised {type(errors[0]).__name__}: {errors[0]}"
+    raise UnhealthyMachine(text) from errors[0]
+
 
 def _run_check_of_user(name: str, device: torch.device) -> None:
-    """Call the site's own check. Raises `UnhealthyMachine` for its reason and for its errors."""
+    """Call the site's own check. Raises `UnhealthyMachine` with its reason, and what it raises."""
     module, _, function = name.partition(":")
-    try:
-        reason = getattr(importlib.import_module(module), function)(device)
-    except Exception as error:
-        raise UnhealthyMachine(f"{name} raised {type(error).__name__}: {error}") from error
+    reason = getattr(importlib.import_module(module), function)(device)
+    if reason is not None and not (isinstance(reason, str) and reason):
+        raise UnhealthyMachine(f"{name} returned {reason!r} instead of None or a reason")
     if reason is not None:
         raise UnhealthyMachine(f"{name}: {reason}")

@@ -5,6 +5,7 @@ Not every GPU has every counter. A query that it does not support counts as no e
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any, TypeVar
@@ -29,8 +30,8 @@ BROKEN_HARDWARE = {
     140: "unrecovered ECC error",
 }
 """Xids that point at the device; others, such as 13, 31 and 43, are mostly the program's."""
-NUM_SLOWDOWNS = 3
-"""A hardware slowdown counts if it is seen this many times in a row."""
+NUM_READINGS, BETWEEN_READINGS_S = 4, 0.5
+"""A slowdown counts if all these readings show it: the clock changes when a program starts."""
 
 
 class DeviceErrors:
@@ -41,7 +42,7 @@ class DeviceErrors:
         self._nvml = nvml
         self._handle: Any = None
         self._events: Any = None
-        self._num_slowdowns = 0
+        self._is_lost = False
         if device.type != "cuda":
             return
         with suppress(nvml.NVMLError):  # no driver, or a part of a GPU (MIG)
@@ -63,10 +64,14 @@ class DeviceErrors:
             return ""
         if self._num_ecc:
             return f"{self._num_ecc} uncorrectable ECC errors since the GPU's last reset"
-        return self._remapping() or self._slowdown()
+        return self._remapping() or self._lasting_slowdown()
 
     def new(self) -> str:
-        """An error since the last call, or since the start; empty if there is none."""
+        """An error since the last call, or since the start; empty if there is none.
+
+        A slowdown is none: if it matters, the worker is a straggler, and heat or power may slow
+        down all workers alike.
+        """
         if self._handle is None:
             return ""
         if xid := self._next_xid():
@@ -74,9 +79,9 @@ class DeviceErrors:
         before, self._num_ecc = self._num_ecc, self._num_uncorrected()
         if self._num_ecc > before:
             return f"{self._num_ecc - before} new uncorrectable ECC errors"
-        slowdown = self._slowdown()
-        self._num_slowdowns = self._num_slowdowns + 1 if slowdown else 0
-        return self._remapping() or (slowdown if self._num_slowdowns >= NUM_SLOWDOWNS else "")
+        if self._is_lost:
+            return "the GPU is lost"
+        return self._remapping()
 
     def _num_uncorrected(self) -> int:
         nvml = self._nvml
@@ -90,6 +95,13 @@ class DeviceErrors:
         if has_failed:
             return "a memory row could not be remapped: the GPU has to be replaced"
         return "a memory row waits to be remapped: the GPU has to be reset" if is_pending else ""
+
+    def _lasting_slowdown(self) -> str:
+        for number in range(NUM_READINGS):
+            time.sleep(BETWEEN_READINGS_S if number else 0.0)
+            if not (slowdown := self._slowdown()):
+                return ""
+        return slowdown
 
     def _slowdown(self) -> str:
         nvml = self._nvml
@@ -110,7 +122,7 @@ class DeviceErrors:
                 xid = int(nvml.nvmlEventSetWait_v2(self._events, 0).eventData)
             except nvml.NVMLError_Timeout:
                 return 0
-            except nvml.NVMLError:
+            except nvml.NVMLError:  # if the GPU is lost, the counters say so, too
                 self._events = None
                 return 0
             if xid in BROKEN_HARDWARE:
@@ -122,5 +134,6 @@ class DeviceErrors:
             return default
         try:
             return query(self._handle, *arguments)
-        except self._nvml.NVMLError:
+        except self._nvml.NVMLError as error:
+            self._is_lost = error.value == self._nvml.NVML_ERROR_GPU_IS_LOST
             return default

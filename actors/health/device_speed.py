@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import time
 from contextlib import suppress
@@ -15,8 +16,14 @@ from actors.storage.errors import UnhealthyMachine
 WIDTH_ON_CPU, WIDTH_ON_GPU = 384, 4096
 """Widths of the matrices: 2 ms a product on one core, 0.2 ms on a fast GPU."""
 NUM_PRODUCTS = 8
+MODEL = ("model name", "CPU part")
+"""The lines of /proc/cpuinfo that name the model, on x86 and on ARM."""
 MEMORY_ON_CPU, MEMORY_ON_GPU = 2**24, 2**30
 """The most bytes that are written and read back."""
+SHARE_ON_GPU = 0.25
+"""The most of the free memory: other processes may start on the GPU at the same time."""
+BLOCK_BYTES = 2**26
+"""Bytes are compared in blocks, since a comparison needs memory, too."""
 PATTERNS = (0x55, 0xAA)
 
 
@@ -29,7 +36,8 @@ def time_product(device: torch.device) -> float:
     """
     is_gpu = device.type == "cuda"
     width = WIDTH_ON_GPU if is_gpu else WIDTH_ON_CPU
-    signs = 1 - 2 * torch.randint(2, (2, width), generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(1)
+    signs = 1 - 2 * torch.randint(2, (2, width), generator=generator, device="cpu")
     dtype = torch.float16 if is_gpu else torch.float32
     column, row = signs.to(device, dtype)
     factor = torch.outer(column, row)
@@ -45,36 +53,43 @@ def time_product(device: torch.device) -> float:
 def check_memory(device: torch.device) -> None:
     """Write patterns to free memory of the device and read them back. Raises `UnhealthyMachine`."""
     if device.type == "cuda":
-        size = min(MEMORY_ON_GPU, torch.cuda.mem_get_info(device)[0] // 4)
+        size = min(MEMORY_ON_GPU, int(SHARE_ON_GPU * torch.cuda.mem_get_info(device)[0]))
     else:
         size = MEMORY_ON_CPU
     memory = torch.empty(size, dtype=torch.uint8, device=device)
     for pattern in PATTERNS:
         memory.fill_(pattern)
-        wrong = int((memory != pattern).sum())
-        if wrong:
+        blocks = memory.split(BLOCK_BYTES)
+        if any(bool((block != pattern).any()) for block in blocks):
+            wrong = sum(int((block != pattern).sum()) for block in blocks)
             raise UnhealthyMachine(f"{wrong} of {size} bytes of memory lost what was written there")
-    del memory
+    del memory, blocks
     if device.type == "cuda":
         torch.cuda.empty_cache()
+        torch.cuda.reset_peak_memory_stats(device)
 
 
 def processor_of(device: torch.device) -> str:
     """The kind of processor, whose instances should be equally fast."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
+    lines: list[str] = []
     with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
+        lines = Path("/proc/cpuinfo").read_text().splitlines()
+    names = [line.partition(":")[2].strip() for line in lines if line.startswith(MODEL)]
+    return " ".join([platform.machine(), *names[:1]])
 
 
 def identity_of(device: torch.device) -> str:
-    """What identifies a GPU among all GPUs; empty for a CPU, which many workers may share."""
+    """What identifies a GPU to NCCL, which refuses two ranks on one; empty for a CPU.
+
+    Processes that are hosts of their own by `NCCL_HOSTID` may share a GPU.
+    """
     if device.type != "cuda":
         return ""
-    return f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    host = os.environ.get("NCCL_HOSTID")
+    name = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    return f"{name} of host {host}" if host else name
 
 
 def _seconds_of_product(factor: Tensor, product: Tensor) -> float:

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import socket
+import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from typing import Any
 
 from actors.runtime.authenticated_server import AuthenticatedServer
 from actors.runtime.handshake import connect_remote
@@ -14,7 +15,11 @@ from actors.snapshots.messages import receive_into, receive_message, send_messag
 from actors.storage.errors import UnsuitableMachine
 
 PROBE_BYTES = 2**22
-TIMEOUT_S = 10.0
+TIMEOUT_S = 3.0
+"""A link that takes longer for a part of a probe counts as not reached."""
+MAX_PROBES = 4
+"""At once: this process trains. A worker whose connection is closed probes again, or others."""
+NUM_LEFT_PORTS = 16
 
 
 class LinkServer:
@@ -22,29 +27,46 @@ class LinkServer:
 
     def __init__(self, secret: bytes) -> None:
         self._secret = secret
+        self._free = threading.BoundedSemaphore(MAX_PROBES)
 
     @classmethod
     def open(cls, host: str, network: Network, secret: bytes) -> int:
-        """Serve until this process ends; returns the port, 0 if none is free."""
+        """Serve until this process ends; returns the port, 0 if none is free.
+
+        In a range the first ports are left to the store and the snapshot servers, which the run
+        needs more.
+        """
+        if network.ports is not None:
+            first, last = network.ports
+            if first + NUM_LEFT_PORTS > last:
+                return 0
+            network = Network(network.interface, (first + NUM_LEFT_PORTS, last))
         try:
             listener = listen(host, network)
         except UnsuitableMachine:
-            return 0  # the range of ports is small: new workers use other members
+            return 0  # new workers measure their links with other members
         AuthenticatedServer((listener,), secret, cls(secret)._serve)
         return int(listener.getsockname()[1])
 
     def _serve(self, connection: socket.socket) -> None:
+        if not self._free.acquire(blocking=False):
+            return
         connection.settimeout(TIMEOUT_S)
-        with suppress(OSError):  # the other side sees the closed connection
-            while (message := receive_message(connection)) is not None:
-                if message["do"] == "echo":
-                    memory = memoryview(bytearray(PROBE_BYTES))
-                    receive_into(connection, memory)
-                    connection.sendall(memory)
-                else:
-                    address = str(message["host"]), int(message["port"])
-                    speed = measure_link(address, self._secret)
-                    send_message(connection, speed=speed)
+        try:
+            self._answer(connection, receive_message(connection) or {})
+        except OSError:
+            return  # the other side sees the closed connection
+        finally:
+            self._free.release()
+
+    def _answer(self, connection: socket.socket, message: dict[str, Any]) -> None:
+        match message:
+            case {"do": "echo"}:
+                memory = memoryview(bytearray(PROBE_BYTES))
+                receive_into(connection, memory)
+                connection.sendall(memory)
+            case {"do": "measure", "host": str(host), "port": int(port)}:
+                send_message(connection, speed=measure_link((host, port), self._secret))
 
 
 def measure_link(
@@ -71,8 +93,9 @@ def ask_for_link(address: tuple[str, int], other: tuple[str, int], secret: bytes
     """Bytes a second between two link servers, measured by the first; 0 if either does not
     answer."""
     try:
-        with connect_remote(address, secret, 2 * TIMEOUT_S) as peer:
+        with connect_remote(address, secret, TIMEOUT_S) as peer:
             host, port = other
+            peer.settimeout(2 * TIMEOUT_S)
             send_message(peer, do="measure", host=host, port=port)
             return float((receive_message(peer) or {}).get("speed", 0.0))
     except OSError:

@@ -13,6 +13,8 @@ NUM_TRIES = 3
 PAUSE_S = 0.5
 """Other new workers may be probing the same members."""
 MAX_PEERS = 3
+LIMIT_S = 30.0
+"""Members may be gone by now: a worker that waited for a machine does not wait for them, too."""
 
 
 def find_slow_links(
@@ -28,40 +30,56 @@ def find_slow_links(
     between members that are as near to each other: in the same rack, or in different ones.
     `slowed_by` is an injected fault.
     """
+    until = time.monotonic() + LIMIT_S
     for is_near in (True, False):
-        own = [peer for peer in peers if _is_link(here, peer.place, is_near)][:MAX_PEERS]
-        pairs = [(a, b) for a in own for b in peers if _is_link(a.place, b.place, is_near)]
-        if pairs and (reason := _compare(own, pairs[:MAX_PEERS], secret, slow_factor, slowed_by)):
+        near = [peer for peer in peers if _is_link(here, peer.place, is_near)]
+        if len(near) < 2:
+            continue
+        probe = _LinkProbe(near[:MAX_PEERS], is_near, secret, slowed_by)
+        for attempt in range(NUM_TRIES):
+            time.sleep(PAUSE_S if attempt else 0.0)
+            if time.monotonic() > until or not (reason := probe.compare(slow_factor)):
+                break
+        else:
             return reason
     return ""
 
 
-def _compare(
-    own: Sequence[Peer],
-    pairs: Sequence[tuple[Peer, Peer]],
-    secret: bytes,
-    slow_factor: float,
-    slowed_by: float,
-) -> str:
-    """Measure until one own link is fast enough, at most `NUM_TRIES` times."""
+class _LinkProbe:
+    """Measures the links to some members, and between these."""
 
-    def delay(elapsed_s: float) -> None:
-        time.sleep((slowed_by - 1.0) * elapsed_s)
+    def __init__(
+        self, peers: Sequence[Peer], is_near: bool, secret: bytes, slowed_by: float
+    ) -> None:
+        self._peers = peers
+        self._is_near = is_near
+        self._secret = secret
+        self._slowed_by = slowed_by
+        self._fastest = 0.0
 
-    fastest = 0.0
-    for attempt in range(NUM_TRIES):
-        time.sleep(PAUSE_S if attempt else 0.0)
-        measured = [measure_link((p.host, p.port), secret, delay) for p in own]
-        others = [ask_for_link((a.host, a.port), (b.host, b.port), secret) for a, b in pairs]
-        typical = min(filter(None, others), default=0.0)
-        fastest = max(fastest, *measured)
-        if fastest * slow_factor >= typical:
+    def compare(self, slow_factor: float) -> str:
+        """Measure all links once more; why they are too slow, or empty."""
+        speeds = [measure_link(p.address, self._secret, self._delay) for p in self._peers]
+        self._fastest = max(self._fastest, *speeds)
+        reached = [p for p, speed in zip(self._peers, speeds, strict=True) if speed]
+        pairs = [
+            (a, b)
+            for number, a in enumerate(reached)
+            for b in reached[number + 1 :]
+            if _is_link(a.place, b.place, self._is_near)
+        ]
+        others = [ask_for_link(a.address, b.address, self._secret) for a, b in pairs]
+        slowest = min(filter(None, others), default=0.0)
+        if self._fastest * slow_factor >= slowest:
             return ""
-    nodes = ", ".join(peer.node for peer in own)
-    return (
-        f"its links to {nodes} reach {fastest / 1e6:.0f} MB/s, those between members at least "
-        f"{typical / 1e6:.0f} MB/s"
-    )
+        nodes = ", ".join(peer.node for peer in reached)
+        return (
+            f"its links to {nodes} reach {self._fastest / 1e6:.0f} MB/s, those between members at "
+            f"least {slowest / 1e6:.0f} MB/s"
+        )
+
+    def _delay(self, elapsed_s: float) -> None:
+        time.sleep((self._slowed_by - 1.0) * elapsed_s)
 
 
 def _is_link(here: Place, there: Place, is_near: bool) -> bool:

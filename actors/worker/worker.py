@@ -17,6 +17,7 @@ import traceback
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, assert_never
+from zlib import crc32
 
 import psutil
 import torch
@@ -222,7 +223,6 @@ class Worker:
     def _warm_up(self) -> None:
         refuse_unknown_torch()
         choose_interface(self._options.network, self._store_host)
-        host = listen_address(self._options.network, self._store_host)
         self._program = program = self._factory.make()
         if self._has_own_process:
             gc.freeze()  # else each collection of the warm-up walks all that imports have created
@@ -230,8 +230,10 @@ class Worker:
             keep_freed_memory()
         faults = FaultInjector(self.name, self._options.faults)
         network, secret = self._options.network, self._options.secret
+        host = listen_address(network, self._store_host) if self._has_own_process else ""
         check = MachineCheck(self._options.health, program.device, faults, host, network, secret)
-        machine = check.run(self._place, self._peers)
+        first = crc32(self.name.encode()) % max(1, len(self._peers))  # spreads the probes
+        machine = check.run(self._place, [*self._peers[first:], *self._peers[:first]])
         program.warm_up()
         if program.device.type == "cuda":
             self._check_device = begin_device_check(partial(kernel_on, program.device)).failure
@@ -259,7 +261,8 @@ class Worker:
                 machine=machine,
             )
         )
-        check.watch(self._committed_step, self._report_device_error)
+        if self._has_own_process:
+            check.watch(self._committed_step, self._report_device_error)
 
     def _committed_step(self) -> int:
         stepper = self._trainer.stepper if self._trainer else None

@@ -7,6 +7,7 @@ new state calls for: form, pause, start workers.
 
 from __future__ import annotations
 
+from functools import partial
 from math import inf, isfinite
 from typing import assert_never
 
@@ -17,6 +18,7 @@ from elastic.controller import (
     drain,
     forming,
     growth,
+    health,
     running,
     stragglers,
 )
@@ -173,7 +175,9 @@ class Core:
             ):
                 return snapshots.on_snapshots(state, now, event)
             case WorkerReady():
-                return membership.add_ready_worker(state, now, event)
+                commands = membership.add_ready_worker(state, now, event)
+                fits = partial(forming.can_train, state)
+                return commands + health.compare_new_device(state, now, event.worker, fits)
             case WorkerLost():
                 return self._lose(now, event)
             case WorkerSuspected() | WorkerAnswered() | WorkersStalled():

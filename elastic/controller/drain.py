@@ -12,15 +12,15 @@ come, and a stalled run saves nothing. A checkpoint is requested at once.
 
 from __future__ import annotations
 
+from functools import partial
 from math import inf
 
 from elastic.controller.aborting import abort
-from elastic.controller.forming import next_assignment
+from elastic.controller.forming import can_train
 from elastic.controller.health import on_degraded
 from elastic.duties.checkpoints import is_saving
 from elastic.duties.membership import drain_workers, forget, note_change, participants
 from elastic.duties.recovery import find_live_state
-from elastic.geometry.errors import Infeasible
 from elastic.protocol.commands import Command, StopWorker, Warned
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.duty_records import Drain
@@ -37,7 +37,7 @@ def on_notice(
     """Handle a request to drain a worker, or a notice about a node."""
     match event:
         case WorkerDraining(is_degraded=True):
-            return on_degraded(state, now, event)
+            return on_degraded(state, now, event, partial(can_train, state))
         case WorkerDraining():
             return _drain_worker(state, event.worker)
         case NodeDraining() if now < event.deadline + state.policy.drain_grace_s:
@@ -75,7 +75,7 @@ def members_drain(state: ControllerState) -> bool:
     if not draining_workers:
         return False
     if draining_workers <= state.checkpoints.late_writers:
-        return _enough_stay(state) and _can_train_without_them(state)
+        return _enough_stay(state) and can_train(state)
     if _enough_stay(state):
         return True
     drained = set[str]().union(
@@ -133,12 +133,6 @@ def _drain_node(state: ControllerState, now: float, event: NodeDraining) -> list
     if workers_there and state.live.held and is_wanted:
         state.checkpoints.want_save(now)
     return commands
-
-
-def _can_train_without_them(state: ControllerState) -> bool:
-    """Whether a layout fits the workers that stay."""
-    previous = state.live.held.assignment if state.live.held else None
-    return not isinstance(next_assignment(state, previous), Infeasible)
 
 
 def _enough_stay(state: ControllerState) -> bool:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 
 from elastic.controller.health import compare_devices, compare_links
 from elastic.duties.bandwidth import known_job, median_speeds
@@ -72,7 +73,7 @@ def try_form(state: ControllerState, now: float) -> list[Command]:
     source = choose_source(state)
     if state.ending and source.old is None:
         return end(state, now)
-    commands = compare_devices(state, now)
+    commands = compare_devices(state, now, partial(can_train, state))
     proposal = next_assignment(state, source.old)
     if isinstance(proposal, Infeasible):
         return commands + (end(state, now) if state.ending else _refuse(state, now, proposal))
@@ -291,7 +292,13 @@ def _note_bandwidths(state: ControllerState, now: float, phase: Resharding) -> l
             for worker, worker_record in state.membership.records.items()
         }
         state.job = replace(state.job, bandwidths=median_speeds(measured, topology))
-    return compare_links(state, now, measured)
+    return compare_links(state, now, measured, partial(can_train, state))
+
+
+def can_train(state: ControllerState) -> bool:
+    """Whether a layout fits the workers that stay."""
+    previous = state.live.held.assignment if state.live.held else None
+    return not isinstance(next_assignment(state, previous), Infeasible)
 
 
 def next_assignment(state: ControllerState, previous: Assignment | None) -> Proposal | Infeasible:

@@ -1,28 +1,31 @@
-"""Health: machines that are broken, or far slower than the others, get no worker.
+"""Health: machines that are broken, or far slower than the others, get no rank.
 
 A worker checks its machine before it joins (`actors.health`); if a check fails it never becomes
 ready. What only a comparison shows is decided here: a device much slower than others of its kind,
 links much slower than those of other workers, two workers on one GPU. Such a worker leaves at the
-next step boundary as long as enough stay, and its node is quarantined, so that its replacement
-starts elsewhere. The same happens to a member whose device reports errors.
+next step boundary if the run can go on without it, and its node is quarantined, so that its
+replacement starts elsewhere. The same happens to a member whose device reports errors.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import median
 
 from elastic.duties.bandwidth import link_class
-from elastic.duties.membership import drain_workers, reject_unfit_worker
+from elastic.duties.membership import back_off, drain_workers, reject_unfit_worker
 from elastic.duties.quarantine import quarantine_unfit_node
 from elastic.protocol.commands import Command, Warned
 from elastic.protocol.controller_state import ControllerState
+from elastic.protocol.duty_records import UsualMachines
 from elastic.protocol.events import WorkerDraining, WorkerRaised
 
+CanTrain = Callable[[], bool]
+"""Whether a layout fits the workers that stay."""
 LEAST_OTHERS = 2
 """One other device may itself be the odd one."""
-MOST_SLOW = 1 / 3
-"""If the links of more workers are slow, that is how this network is."""
+SLOW_NODES = 1 / 20
+"""If the links of more nodes than one and this share are slow, that is how this network is."""
 
 
 def on_failed_check(state: ControllerState, now: float, event: WorkerRaised) -> list[Command]:
@@ -31,87 +34,135 @@ def on_failed_check(state: ControllerState, now: float, event: WorkerRaised) -> 
     return commands + reject_unfit_worker(state, now, event)
 
 
-def on_degraded(state: ControllerState, now: float, event: WorkerDraining) -> list[Command]:
+def on_degraded(
+    state: ControllerState, now: float, event: WorkerDraining, can_train: CanTrain
+) -> list[Command]:
     """A worker's device reports errors while it trains."""
-    if event.worker not in state.membership.records:
+    if event.worker not in state.membership.records.keys() - state.membership.draining:
         return []
-    return _remove(state, now, event.worker, event.cause)
+    return _remove(state, now, event.worker, event.cause, can_train)
 
 
-def compare_devices(state: ControllerState, now: float) -> list[Command]:
-    """Compare the devices of the workers that have become ready since the last generation with
-    those of all that stay."""
-    records = {worker: state.membership.records[worker] for worker in state.membership.staying()}
-    first_with: dict[str, str] = {}
+def compare_new_device(
+    state: ControllerState, now: float, worker: str, can_train: CanTrain
+) -> list[Command]:
+    """Compare the device of a worker that has become ready after the first generation, before the
+    run pauses for it."""
+    usual = state.membership.usual
+    if usual is None or worker not in state.membership.warm - state.membership.draining:
+        return []
+    cause = _fault_of_device(state, usual, worker)
+    usual.num_unfit = usual.num_unfit + 1 if cause else 0
+    return _remove(state, now, worker, cause, can_train) if cause else []
+
+
+def compare_devices(state: ControllerState, now: float, can_train: CanTrain) -> list[Command]:
+    """Before a generation forms, note what is usual, and compare the devices of the first one."""
+    before, usual = state.membership.usual, UsualMachines()
+    staying = list(state.membership.staying())
     times: dict[str, list[float]] = {}
-    for worker, record in sorted(records.items(), key=lambda item: not item[1].is_compared):
-        first_with.setdefault(record.machine.device_id, worker)
-        times.setdefault(record.machine.processor, []).append(record.machine.product_s)
-    typical_s = {
-        name: median(of_kind) for name, of_kind in times.items() if len(of_kind) > LEAST_OTHERS
-    }
-    factor = state.policy.health_factor
+    for worker in staying:
+        machine = state.membership.records[worker].machine
+        times.setdefault(machine.processor, []).append(machine.product_s)
+        usual.worker_by_device.setdefault(machine.device_id, worker)
+    usual.product_s = {n: median(own) for n, own in times.items() if len(own) > LEAST_OTHERS}
+    usual.num_unfit = before.num_unfit if before else 0
+    state.membership.usual = usual
     commands: list[Command] = []
-    for worker, record in records.items():
-        machine, other = record.machine, first_with[record.machine.device_id]
-        is_new, record.is_compared = not record.is_compared, True
-        usual_s = typical_s.get(machine.processor, 0.0)
-        if is_new and machine.device_id and other != worker:
-            cause = f"{other} has the same GPU ({machine.device_id}); see CUDA_VISIBLE_DEVICES"
-            commands += _remove(state, now, worker, cause)
-        elif is_new and factor and usual_s and machine.product_s > factor * usual_s:
-            ratio = machine.product_s / usual_s
-            cause = f"its device takes {ratio:.1f} times as long for a matrix product as others"
-            commands += _remove(state, now, worker, cause)
+    for worker in () if before else staying:
+        if cause := _fault_of_device(state, usual, worker):
+            commands += _remove(state, now, worker, cause, can_train)
     return commands
 
 
 def compare_links(
-    state: ControllerState, now: float, links: Sequence[tuple[str, str, float]]
+    state: ControllerState,
+    now: float,
+    links: Sequence[tuple[str, str, float]],
+    can_train: CanTrain,
 ) -> list[Command]:
     """Find workers with slow links, from (receiver, sender, bytes a second).
 
-    A link is slow if a quarter of the links of its class are `health_factor` times as fast. A link
-    has two ends: a worker is to blame only if all its links of a class are slow. If many workers
-    are, the network is to blame.
+    A link is slow if a quarter of the links between equal machines as near to each other are
+    `health_factor` times as fast. A link has two ends: a worker is to blame only if all such links
+    of it are slow. If those of many nodes are, the network is to blame.
     """
-    by_class: dict[str, list[tuple[str, str, float]]] = {}
+    records = state.membership.records
+    by_class: dict[tuple[str, ...], list[tuple[str, str, float]]] = {}
     for receiver, sender, speed in links if state.policy.health_factor else ():
-        records = state.membership.records
-        name = link_class(records[receiver].place, records[sender].place)
-        by_class.setdefault(name, []).append((receiver, sender, speed))
+        ends = records[receiver], records[sender]
+        name = link_class(ends[0].place, ends[1].place)
+        processors = sorted(end.machine.processor for end in ends)
+        by_class.setdefault((name, *processors), []).append((receiver, sender, speed))
     causes: dict[str, str] = {}
     for of_class in by_class.values():
-        fast = sorted(speed for _, _, speed in of_class)[len(of_class) * 3 // 4]
-        fastest: dict[str, float] = {}
-        others: dict[str, set[str]] = {}
-        for receiver, sender, speed in of_class:
-            for worker, other in ((receiver, sender), (sender, receiver)):
-                fastest[worker] = max(speed, fastest.get(worker, 0.0))
-                others.setdefault(worker, set()).add(other)
-        slow = [
-            worker
-            for worker, speed in sorted(fastest.items())
-            if len(others[worker]) >= LEAST_OTHERS and speed * state.policy.health_factor < fast
-        ]
-        for worker in slow if len(slow) <= len(fastest) * MOST_SLOW else ():
-            speeds = f"{fastest[worker] / 1e6:.0f} MB/s, those of others reach {fast / 1e6:.0f}"
-            causes[worker] = f"none of its links is faster than {speeds}"
+        causes |= _slow_workers(state, of_class)
     commands: list[Command] = []
     for worker, cause in causes.items():
-        commands += _remove(state, now, worker, cause)
+        commands += _remove(state, now, worker, cause, can_train)
     return commands
 
 
-def _remove(state: ControllerState, now: float, worker: str, cause: str) -> list[Command]:
-    """Drain a worker as long as enough stay, and quarantine its node."""
+def _slow_workers(
+    state: ControllerState, links: Sequence[tuple[str, str, float]]
+) -> dict[str, str]:
+    """Workers all of whose links are slow, and why, from the links of one class."""
+    fast = sorted(speed for _, _, speed in links)[len(links) * 3 // 4]
+    fastest: dict[str, float] = {}
+    others: dict[str, set[str]] = {}
+    for receiver, sender, speed in links:
+        for worker, other in ((receiver, sender), (sender, receiver)):
+            fastest[worker] = max(speed, fastest.get(worker, 0.0))
+            others.setdefault(worker, set()).add(other)
+    slow = [
+        worker
+        for worker, speed in sorted(fastest.items())
+        if len(others[worker]) >= LEAST_OTHERS and speed * state.policy.health_factor < fast
+    ]
+    nodes = {state.membership.records[worker].node for worker in fastest}
+    slow_nodes = {state.membership.records[worker].node for worker in slow}
+    if len(slow_nodes) > max(1, SLOW_NODES * len(nodes)):
+        return {}
+    return {
+        worker: f"none of its links is faster than {fastest[worker] / 1e6:.0f} MB/s, those of "
+        f"others reach {fast / 1e6:.0f} MB/s (health.slow_factor={state.policy.health_factor:g})"
+        for worker in slow
+    }
+
+
+def _fault_of_device(state: ControllerState, usual: UsualMachines, worker: str) -> str:
+    """Why a worker's device is unfit, compared with what the last generation had; or empty."""
+    machine, factor = state.membership.records[worker].machine, state.policy.health_factor
+    other = usual.worker_by_device.get(machine.device_id, worker)
+    if machine.device_id and other != worker and other in state.membership.records:
+        return f"{other} has the same GPU ({machine.device_id}); see CUDA_VISIBLE_DEVICES"
+    usual_s = usual.product_s.get(machine.processor, 0.0)
+    if not factor or not usual_s or machine.product_s <= factor * usual_s:
+        return ""
+    ratio = machine.product_s / usual_s
+    return (
+        f"its device takes {ratio:.1f} times as long for a matrix product as others of its kind "
+        f"(health.slow_factor={factor:g})"
+    )
+
+
+def _remove(
+    state: ControllerState, now: float, worker: str, cause: str, can_train: CanTrain
+) -> list[Command]:
+    """Drain a worker if the run can train without it, and quarantine its node."""
     node = state.membership.records[worker].node
-    is_enough = state.membership.num_staying() > state.policy.min_workers
-    is_new = worker not in state.membership.draining
-    end = "it leaves the run" if is_enough else "it stays, since the run has no other worker"
+    state.membership.draining.add(worker)
+    is_enough = state.membership.num_staying() >= state.policy.min_workers
+    leaves = is_enough and not state.ending and can_train()
+    end = "it leaves the run" if leaves else "it stays, since the run needs it"
     text = f"{worker} on {node}: {cause}; {end}"
     commands: list[Command] = [Warned(state.generation, state.committed_step, "health", text)]
     commands += quarantine_unfit_node(state, now, node, f"{worker}: {cause}")
-    if is_enough and is_new:
-        commands += drain_workers(state, {worker})
-    return commands
+    if not leaves:
+        state.membership.draining.discard(worker)
+        return commands
+    for drain in state.membership.node_drains.values():
+        drain.draining_workers.discard(worker)  # it leaves even if its node stays
+    state.checkpoints.late_writers.discard(worker)
+    back_off(state, now, state.membership.usual.num_unfit if state.membership.usual else 1)
+    return commands + drain_workers(state, {worker}, cause)

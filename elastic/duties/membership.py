@@ -14,11 +14,14 @@ from elastic.protocol.events import WorkerRaised, WorkerReady
 from elastic.protocol.phases import Ending, Forming, Resharding, Running, Waiting
 from elastic.protocol.policy import backoff_s
 
+LONG_START_FACTOR = 10
+"""So many times more failures end a run in which another worker has been starting for longer."""
 MAX_START_FAILURES = 5
 """Value of the policy field `max_start_failures`."""
 FIRST_BACKOFF_S = 1.0
 """Value of the policy field `restart_backoff_s`."""
 MAX_BACKOFF_S = 60.0
+MAX_UNFIT_BACKOFF_S = 600.0
 NUM_RECENT_STARTS = 8
 MAX_PEERS = 6
 NUM_RECENT_CHANGES = 5
@@ -77,7 +80,7 @@ def forget(
     if worker not in state.membership.records:
         return
     if worker not in state.membership.warm | state.membership.draining:
-        _count_start_failure(state, now, cause, outcome)
+        _count_start_failure(state, now, worker, cause, outcome)
     if worker not in state.membership.draining and worker in state.live.members():
         note_change(state, now)
         note_lost_worker(state, worker)
@@ -94,16 +97,16 @@ def forget(
         )  # else the next one would come a full interval after the lost one
 
 
-def drain_workers(state: ControllerState, workers: Set[str]) -> list[Command]:
+def drain_workers(
+    state: ControllerState, workers: Set[str], cause: str = "it was drained"
+) -> list[Command]:
     """Members leave at the next step boundary; workers that are idle and hold no state stop at
     once."""
     state.membership.draining |= workers
     holders = (held.holders for held in state.live.holdings())
     busy = participants(state).union(*holders)
     return [
-        StopWorker(worker, "it was drained")
-        for worker in state.membership.records
-        if worker in workers - busy
+        StopWorker(worker, cause) for worker in state.membership.records if worker in workers - busy
     ]
 
 
@@ -187,11 +190,20 @@ def reject_unfit_worker(state: ControllerState, now: float, event: WorkerRaised)
     ]
 
 
+def back_off(state: ControllerState, now: float, num_unfit: int) -> None:
+    """Start no worker for a while, since the next one may get the same machine."""
+    pause_s = backoff_s(state.policy.restart_backoff_s, num_unfit, MAX_UNFIT_BACKOFF_S)
+    state.membership.no_start_before = max(state.membership.no_start_before, now + pause_s)
+
+
 def _count_start_failure(
-    state: ControllerState, now: float, cause: str, outcome: str = "failed"
+    state: ControllerState, now: float, worker: str, cause: str, outcome: str
 ) -> None:
-    """Back off before the next start; end the run after too many failures without a ready
-    worker."""
+    """Back off before the next start; end the run after too many failures without a ready worker.
+
+    Machines on which workers fail at once do not end a run whose other workers are still warming
+    up.
+    """
     state.membership.num_start_failures += 1
     reason = f"workers die while they start: {cause}"
     first_s, num_failures = state.policy.restart_backoff_s, state.membership.num_start_failures
@@ -201,5 +213,8 @@ def _count_start_failure(
         # All workers of one machine fail at once, others may not.
         max_failures += state.policy.max_workers
         reason = cause
+        since = state.membership.records[worker].since
+        if any(record.since < since for record in state.membership.records.values()):
+            max_failures *= LONG_START_FACTOR
     if state.membership.num_start_failures >= max_failures and not state.membership.ever_ready:
         state.ending = Ending(outcome, reason)

@@ -76,7 +76,7 @@ def quarantine_unfit_node(
     is_off = not state.policy.quarantine_after
     if is_off or not node or node in state.quarantine.until or not _elsewhere(state, node):
         return []
-    _quarantine(state, now, node)
+    _quarantine(state, now, node, is_unfit=True)
     return [NodeQuarantined(node, state.quarantine.until[node], cause)]
 
 
@@ -133,11 +133,11 @@ def _was_useful(state: ControllerState, worker_record: WorkerRecord, now: float)
     return worker_record.is_ready and now - worker_record.since >= max(start_s, MIN_USEFUL_S)
 
 
-def _quarantine(state: ControllerState, now: float, node: str) -> None:
+def _quarantine(state: ControllerState, now: float, node: str, is_unfit: bool = False) -> None:
     """Quarantine a node, for twice as long as the last time."""
     lately = {n: q for n, q in state.quarantine.past.items() if now < _forgotten_at(state, q)}
     number = lately[node].number + 1 if node in lately else 1
-    state.quarantine.past = {**lately, node: Quarantine(number, now)}
+    state.quarantine.past = {**lately, node: Quarantine(number, now, is_unfit)}
     state.quarantine.until[node] = now + _duration_s(state, number)
 
 
@@ -234,7 +234,7 @@ def _clear_nodes(state: ControllerState, crash: Crash, counts: Counter[str]) -> 
     cleared = [
         n
         for n in crashed_nodes & state.quarantine.until.keys()
-        if counts[n] < state.policy.quarantine_after
+        if counts[n] < state.policy.quarantine_after and not state.quarantine.past[n].is_unfit
     ]
     cause = "workers on other nodes crashed at the same moment or step"
     return _release_nodes(state, dict.fromkeys(sorted(cleared), cause))

@@ -36,3 +36,7 @@ class Peer:
     @property
     def place(self) -> Place:
         return Place(self.node, self.rack)
+
+    @property
+    def address(self) -> tuple[str, int]:
+        return self.host, self.port

@@ -26,8 +26,6 @@ class WorkerRecord:
     quarantined: tuple[str, ...] = ()
     """The nodes that were quarantined when it was started."""
     is_ready: bool = False
-    is_compared: bool = False
-    """Whether its device has been compared with the others'; see `elastic.controller.health`."""
     has_broken_device: bool = False
     silent_in: int = 0
     """The latest generation in which it did not answer."""
@@ -63,10 +61,24 @@ class Crash:
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
-    """How often a node has been quarantined recently, and since when."""
+    """How often a node has been quarantined recently, since when, and whether for a failed check
+    rather than for crashes."""
 
     number: int
     since: float
+    is_unfit: bool = False
+
+
+@dataclass(slots=True)
+class UsualMachines:
+    """What new workers' devices are compared with, as of the last generation; there is none before
+    the first."""
+
+    product_s: dict[str, float] = field(default_factory=dict)
+    """By kind of processor, the median time of a matrix product."""
+    worker_by_device: dict[str, str] = field(default_factory=dict)
+    num_unfit: int = 0
+    """How many unfit workers came since the last fit one."""
 
 
 @dataclass(slots=True)

@@ -24,6 +24,7 @@ from elastic.protocol.duty_records import (
     Rollback,
     SnapshotSet,
     Upload,
+    UsualMachines,
     VoidedCheckpoints,
     WorkerRecord,
 )
@@ -168,6 +169,7 @@ class MembershipDuty(Duty):
     changes_at: list[float] = field(default_factory=list)
     """When members were last lost or drained."""
     changed_generation: int = 0
+    usual: UsualMachines | None = None
 
     def shift_clock(self, seconds: float) -> None:
         """The ends of draining nodes do not move: no machine waits for the controller."""

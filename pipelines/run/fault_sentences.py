@@ -56,7 +56,8 @@ def parse_faults(
         match = _SENTENCE.fullmatch(" ".join(sentence.lower().split()))
         moment = _MOMENTS.get(match["moment"] or "compute") if match else None
         action = _ACTIONS[match["action"]] if match else None
-        has_step = match is not None and (match["step"] is not None or action in _OF_MACHINE)
+        has_step = match is not None and match["step"] is not None
+        has_step = action == "ecc" or has_step == (action != "slow_link")
         if match is None or moment is None or not has_step:
             raise UserError(
                 f"--inject {sentence!r} is not understood; write e.g. {EXAMPLES} "

@@ -51,11 +51,11 @@ def _refuse_unknown_check(name: str | None) -> None:
     if name is None:
         return
     module, _, function = name.partition(":")
-    try:
-        with user_code_errors(f"health.check={name}"):
+    with user_code_errors(f"health.check={name}"):
+        try:
             found = getattr(importlib.import_module(module), function, None)
-    except ModuleNotFoundError:
-        raise UserError(f"health.check={name}: there is no module {module}") from None
+        except ModuleNotFoundError as error:
+            raise UserError(f"health.check={name}: {error}") from None
     if not callable(found):
         raise UserError(f"health.check={name}: {module} has no function '{function}'")
 

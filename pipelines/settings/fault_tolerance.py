@@ -259,8 +259,8 @@ class HealthSettings(Settings):
     )
     device_errors: bool = setting(
         True,
-        "Whether a GPU is refused for errors that NVML reports, and drained for new ones: "
-        "uncorrectable ECC errors, pending or failed row remapping, Xids, and hardware slowdown.",
+        "Whether a GPU is refused for errors that NVML reports (uncorrectable ECC errors, row "
+        "remapping, slowdown by the hardware), and its worker drained for new ones (and for Xids).",
     )
 
 

@@ -116,8 +116,8 @@ class NetworkSettings(Settings):
     )
     ports: Ports | None = setting(
         None,
-        "The ports of the store and the snapshot servers, such as `20000:20100`; None: any. They "
-        "do not limit Gloo and NCCL.",
+        "The ports of the store, the snapshot servers and the workers' link servers, such as "
+        "`20000:20100`; None: any. They do not limit Gloo and NCCL.",
     )
 
     @property

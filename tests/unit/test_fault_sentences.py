@@ -21,9 +21,25 @@ def test_slow_fault_has_a_factor() -> None:
     assert draining_workers == ()
 
 
+def test_faults_of_a_machine_need_no_step() -> None:
+    faults, _ = parse_faults(
+        ["slow link of worker 2 by 10x", "ecc error in worker 1", "ecc error in worker 1 at step 9"]
+    )
+    assert faults == (
+        Fault("slow_link", "w2", 0, factor=10.0),
+        Fault("ecc", "w1", 0),
+        Fault("ecc", "w1", 9),
+    )
+
+
 @pytest.mark.parametrize(
     ("sentence", "message"),
     [
+        ("slow link of worker 2", "`slow` needs a factor over 1"),
+        ("slow link of worker 2 by 10x at step 3", "is not understood"),
+        ("slow worker 2 by 3x", "is not understood"),
+        ("kill worker 2", "is not understood"),
+        ("ecc error in worker 1 by 2x", "other faults take none"),
         ("slow worker 2 at step 30", "`slow` needs a factor over 1"),
         ("slow worker 2 by 1x at step 30", "`slow` needs a factor over 1"),
         ("kill worker 2 by 3x at step 30", "`slow` needs a factor over 1"),

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from test_core import open_run
 from test_growth import SteppedRun
-from test_quarantine import make_training_run, newest_worker, select
+from test_quarantine import (
+    make_run_with_a_starting_worker,
+    make_training_run,
+    newest_worker,
+    select,
+)
 
 from elastic.geometry.machine_report import MachineReport
 from elastic.geometry.target_layout import TargetLayout
@@ -17,6 +23,7 @@ from elastic.protocol.events import (
     GroupFormed,
     StateReady,
     WorkerDraining,
+    WorkerLost,
     WorkerRaised,
     WorkerReady,
 )
@@ -82,9 +89,11 @@ def test_device_far_slower_than_the_others_gets_no_rank(slow: int) -> None:
     state = run.core.state
     assert isinstance(state.phase, Forming)
     assert f"w{slow}" not in state.phase.attempt.assignment.members
-    assert StopWorker(f"w{slow}", "it was drained") in commands
     [warned] = select(Warned, commands)
     assert isinstance(warned, Warned) and "5.0 times as long" in warned.text
+    [stopped] = select(StopWorker, commands)
+    assert isinstance(stopped, StopWorker) and stopped.worker == f"w{slow}"
+    assert "5.0 times as long" in stopped.cause
     assert [node.node for node in select(NodeQuarantined, commands)] == [str(slow)]  # type: ignore[attr-defined]
 
 
@@ -126,6 +135,10 @@ def begin_with_links(speeds: dict[str, float], **policy: float) -> tuple[Stepped
     run.core.state.job = Job(12, steps=10_000)
     for worker in speeds:
         join(run, worker, f"node-{worker}", HEALTHY)
+    return run, report_links(run, speeds)
+
+
+def report_links(run: SteppedRun, speeds: dict[str, float]) -> list[Command]:
     state = run.core.state
     assert isinstance(state.phase, Forming)
     members = state.phase.attempt.assignment.members
@@ -139,7 +152,7 @@ def begin_with_links(speeds: dict[str, float], **policy: float) -> tuple[Stepped
         )
         ready = StateReady(worker, state.generation, 0, 0, 0.0, 0, 0, 0, bandwidths=links)
         commands += run.deliver(ready)
-    return run, commands
+    return commands
 
 
 @pytest.mark.parametrize("size", [3, 4, 8])
@@ -161,12 +174,22 @@ def test_worker_all_of_whose_links_are_slow_leaves_at_the_first_boundary(size: i
     [
         {"w0": 1e8, "w1": 1e9},  # a link has two ends
         {"w0": 3e8, "w1": 1e9, "w2": 1e9, "w3": 1e9},  # within the factor
-        {"w0": 1e8, "w1": 1e8, "w2": 1e9, "w3": 1e9},  # that is how the network is
+        {"w0": 1e8, "w1": 1e8, "w2": 1e9, "w3": 1e9, "w4": 1e9},  # so is the network
     ],
 )
 def test_other_differences_of_links_blame_no_worker(speeds: dict[str, float]) -> None:
     run, commands = begin_with_links(speeds)
     assert not select(Warned, commands) and not run.core.state.membership.draining
+
+
+def test_links_of_other_machines_may_be_slow() -> None:
+    run = SteppedRun(open_run(1, 9))
+    run.core.state.job = Job(12, steps=10_000)
+    for number in range(9):
+        kind = MachineReport(0.01, "old" if number == 8 else "new")
+        join(run, f"w{number}", f"node-{number}", kind)
+    commands = report_links(run, {f"w{n}": 1e8 if n == 8 else 1e9 for n in range(9)})
+    assert not select(Warned, commands)
 
 
 def test_factor_0_compares_nothing() -> None:
@@ -210,3 +233,56 @@ def test_new_workers_measure_their_links_with_members_on_different_nodes() -> No
     assert isinstance(start, StartWorkers)
     assert sorted(peer.node for peer in start.peers) == ["a", "b"]
     assert all(peer.host == peer.node and peer.port for peer in start.peers)
+
+
+def test_slow_device_that_comes_later_never_pauses_the_run() -> None:
+    run = SteppedRun(open_run(1, 4, hang_timeout_s=1e9))
+    run.core.state.job = Job(12, steps=10_000)
+    for number in range(3):
+        join(run, f"w{number}", "only-node", HEALTHY)
+    run.wake()
+    run.form()
+    pauses_s = []
+    for number in range(3, 9):
+        commands = join(run, f"w{number}", "only-node", replace(HEALTHY, product_s=0.05))
+        [stopped] = select(StopWorker, commands)
+        assert isinstance(stopped, StopWorker) and "5.0 times as long" in stopped.cause
+        assert isinstance(run.core.state.phase, Running), "the run does not pause for it"
+        run.deliver(WorkerLost(f"w{number}", "stopped", "only-node"))
+        began = run.now
+        while newest_worker(run) == f"w{number}":
+            run.wake()
+        pauses_s.append(run.now - began)
+    assert all(later >= 1.9 * earlier for earlier, later in pairwise(pauses_s)), pauses_s
+    join(run, newest_worker(run), "only-node", HEALTHY)
+    assert run.core.state.membership.num_staying() == 4, "a fit worker is used"
+
+
+def test_degraded_member_stays_if_no_layout_fits_the_others() -> None:
+    run = make_training_run("aabb")
+    run.core.state.job = replace(run.core.state.job, state_bytes=4000, param_bytes=1000)
+    for record in run.core.state.membership.records.values():
+        record.memory_bytes = 1600
+    commands = run.deliver(WorkerDraining("w3", "it is too hot", is_degraded=True))
+    [warned] = select(Warned, commands)
+    assert isinstance(warned, Warned) and "it stays" in warned.text
+    assert isinstance(run.core.state.phase, Running) and not run.core.state.membership.draining
+
+
+def test_shared_crash_does_not_release_a_node_that_failed_a_check() -> None:
+    run = make_run_with_a_starting_worker("aab")
+    newcomer = newest_worker(run)
+    run.deliver(WorkerRaised(newcomer, 0, "health", "3 uncorrectable ECC errors", node="b"))
+    run.deliver(WorkerLost("w0", "exit code -11", "a", is_crash=True))
+    assert "b" in run.core.state.quarantine.until
+
+
+def test_failing_machine_does_not_end_a_run_whose_other_workers_still_start() -> None:
+    run = SteppedRun(open_run(1, 4))
+    for _ in range(12):
+        newcomer = newest_worker(run)
+        run.now += 1.0
+        run.deliver(WorkerRaised(newcomer, 0, "health", "too hot", node="bad"))
+        while newest_worker(run) == newcomer:
+            run.wake()
+    assert run.core.state.ending is None, "w0, w1 and w2 still warm up"

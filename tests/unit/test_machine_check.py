@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
@@ -12,10 +13,10 @@ import pytest
 import torch
 
 from actors.health import device_speed
-from actors.health.checks import MachineCheck
-from actors.health.device_errors import NUM_SLOWDOWNS, DeviceErrors
+from actors.health.checks import MachineCheck, within
+from actors.health.device_errors import DeviceErrors
 from actors.health.health_options import HealthOptions
-from actors.health.link_server import LinkServer, measure_link
+from actors.health.link_server import NUM_LEFT_PORTS, LinkServer, measure_link
 from actors.health.links import find_slow_links
 from actors.runtime.fault_spec import Fault
 from actors.runtime.faults import FaultInjector
@@ -52,8 +53,10 @@ def test_link_server_serves_no_stranger() -> None:
 
 
 def test_worker_without_a_free_port_has_no_link_server() -> None:
-    first = LinkServer.open(HOST, ANYWHERE, SECRET)
-    assert LinkServer.open(HOST, Network(ports=(first, first)), SECRET) == 0
+    taken = LinkServer.open(HOST, ANYWHERE, SECRET)
+    only_that = Network(ports=(taken - NUM_LEFT_PORTS, taken))
+    assert LinkServer.open(HOST, only_that, SECRET) == 0
+    assert LinkServer.open(HOST, Network(ports=(1024, 1024 + NUM_LEFT_PORTS - 1)), SECRET) == 0
 
 
 def test_wrong_product_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,12 +89,15 @@ def test_check_of_the_site_decides(monkeypatch: pytest.MonkeyPatch) -> None:
         good=lambda device: None,
         bad=lambda device: f"the fan of {device} is loud",
         broken=lambda device: 1 // 0,
+        mistaken=lambda device: True,
     )
     monkeypatch.setitem(sys.modules, "site_of_test", site)
-    assert check(HealthOptions("site_of_test:good")) == MachineReport()
+    assert check(HealthOptions("site_of_test:good")).product_s > 0
+    with pytest.raises(UnhealthyMachine, match=r"returned True instead of None or a reason"):
+        check(HealthOptions("site_of_test:mistaken"))
     with pytest.raises(UnhealthyMachine, match=r"site_of_test:bad: the fan of cpu is loud"):
         check(HealthOptions("site_of_test:bad"))
-    with pytest.raises(UnhealthyMachine, match=r"site_of_test:broken raised ZeroDivisionError"):
+    with pytest.raises(UnhealthyMachine, match=r"site_of_test:broken: a check raised ZeroDiv"):
         check(HealthOptions("site_of_test:broken"))
     with pytest.raises(UnhealthyMachine, match="no_such_module_here"):
         check(HealthOptions("no_such_module_here:check"))
@@ -100,7 +106,7 @@ def test_check_of_the_site_decides(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_injected_device_error_refuses_the_worker_only_before_it_joins() -> None:
     with pytest.raises(UnhealthyMachine, match="uncorrectable ECC error"):
         check(HealthOptions(), Fault("ecc", "w1", 0))
-    assert check(HealthOptions(), Fault("ecc", "w1", 5)) == MachineReport()
+    assert check(HealthOptions(), Fault("ecc", "w1", 5)).product_s > 0
     injector = FaultInjector("w1", (Fault("ecc", "w1", 5),))
     assert [bool(injector.device_error(step)) for step in (0, 4, 5, 6)] == [0, 0, 1, 0]
 
@@ -113,17 +119,17 @@ def test_equally_fast_links_are_accepted() -> None:
 @pytest.mark.parametrize("rack", ["rack", ""])
 def test_slow_links_are_refused(rack: str) -> None:
     peers = make_peers(Place("a", rack), Place("b", rack))
-    reason = find_slow_links(Place("here", rack), peers, SECRET, 4.0, slowed_by=40.0)
+    reason = find_slow_links(Place("here", rack), peers, SECRET, 4.0, slowed_by=150.0)
     assert reason.startswith("its links to a, b reach ") and "MB/s" in reason
 
 
 def test_links_without_equally_near_ones_between_members_are_not_judged() -> None:
     other_rack = make_peers(Place("a", "other"), Place("b", "other"))
-    assert find_slow_links(HERE, other_rack, SECRET, 4.0, slowed_by=40.0) == ""
+    assert find_slow_links(HERE, other_rack, SECRET, 4.0, slowed_by=150.0) == ""
     one_peer = make_peers(Place("a", "rack"))
-    assert find_slow_links(HERE, one_peer, SECRET, 4.0, slowed_by=40.0) == ""
+    assert find_slow_links(HERE, one_peer, SECRET, 4.0, slowed_by=150.0) == ""
     same_node = make_peers(Place("here", "rack"), Place("here", "rack"))
-    assert find_slow_links(HERE, same_node, SECRET, 4.0, slowed_by=40.0) == ""
+    assert find_slow_links(HERE, same_node, SECRET, 4.0, slowed_by=150.0) == ""
 
 
 def test_dead_members_are_no_reason_to_refuse_a_worker() -> None:
@@ -141,6 +147,7 @@ class Nvml:
         self.rows: tuple[int, int, int, int] | None = (0, 0, 0, 0)
         self.reasons: int | None = 0
         self.xids: list[int] = []
+        self.is_lost = False
 
     def __getattr__(self, name: str) -> Any:
         return getattr(pynvml, name)
@@ -174,6 +181,8 @@ class Nvml:
         return self._supported(self.reasons)
 
     def _supported(self, value: Any) -> Any:
+        if self.is_lost:
+            raise pynvml.NVMLError(pynvml.NVML_ERROR_GPU_IS_LOST)
         if value is None:
             raise pynvml.NVMLError(pynvml.NVML_ERROR_NOT_SUPPORTED)
         return value
@@ -242,12 +251,31 @@ def test_xids_of_the_program_are_ignored(nvml: Nvml) -> None:
     assert errors.new() == ""
 
 
-def test_short_slowdown_is_no_error(nvml: Nvml) -> None:
+def test_lost_gpu_is_reported(nvml: Nvml) -> None:
     errors = open_errors(nvml)
-    nvml.reasons = 0x40
-    assert [errors.new() for _ in range(NUM_SLOWDOWNS - 1)] == [""] * (NUM_SLOWDOWNS - 1)
-    nvml.reasons = 0
-    assert errors.new() == ""
-    nvml.reasons = 0x40
-    found = [errors.new() for _ in range(NUM_SLOWDOWNS)]
-    assert found[:-1] == [""] * (NUM_SLOWDOWNS - 1) and "too hot" in found[-1]
+    nvml.is_lost = True
+    assert errors.new() == "the GPU is lost"
+
+
+def test_short_slowdown_refuses_no_gpu(nvml: Nvml, monkeypatch: pytest.MonkeyPatch) -> None:
+    readings = iter([0x40, 0x40, 0x0])
+    monkeypatch.setattr(nvml, "nvmlDeviceGetCurrentClocksEventReasons", lambda _: next(readings))
+    assert open_errors(nvml).lasting() == ""
+    assert next(readings, None) is None, "it was read until it was over"
+
+
+def test_slowdown_while_training_is_left_to_the_detection_of_stragglers(nvml: Nvml) -> None:
+    errors = open_errors(nvml)
+    nvml.reasons = 0x80
+    assert [errors.new() for _ in range(10)] == [""] * 10
+
+
+def test_check_that_blocks_is_a_failed_one() -> None:
+    with pytest.raises(UnhealthyMachine, match=r"the device: a check did not end within 0\.1 s"):
+        within(0.1, "the device", lambda: time.sleep(5.0))
+    with pytest.raises(UnhealthyMachine, match="the device: a check raised RuntimeError: CUDA"):
+        within(5.0, "the device", fail)
+
+
+def fail() -> None:
+    raise RuntimeError("CUDA error: unspecified launch failure")
