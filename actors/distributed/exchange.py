@@ -26,9 +26,10 @@ from actors.distributed.stall import wait_for
 from actors.distributed.transfer_windows import LARGEST_BYTES, TransferWindow, Windows
 from actors.host_memory.host_copy import copy_tensors
 
-AHEAD = 8
-"""How many steps with packed windows are under way at once on Gloo. With half as many, of twice the
-size, a packed exchange on two cores took 1.1 times as long."""
+AHEAD = 32
+"""How many steps with packed windows are under way at once on Gloo, each with at most one buffer of
+`LARGEST_BYTES` each way. With a quarter as many, a packed exchange on two cores took 1.07 times as
+long; windows of half or a quarter of the size took 1.1 and 1.25 times as long (docs/facts.md)."""
 
 TransferStep = tuple[list[TransferWindow], list[TransferWindow]]
 """The outgoing and the incoming windows of one step or round."""
