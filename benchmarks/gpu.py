@@ -207,7 +207,8 @@ def main() -> int:
         console.print("make gpu: torch sees no GPU here; see `elastic doctor`")
         return 2
     several = options.device == "cuda" and torch.cuda.device_count() > 1
-    measured = measure(options.device, options.kills or (100 if several else 5))
+    num_kills = (100 if several else 5) if options.kills is None else options.kills
+    measured = measure(options.device, num_kills)
     console.print(render(measured), soft_wrap=True)
     if options.device == "cuda":
         RECORDED.write_text(json.dumps(measured, indent=1) + "\n")

@@ -59,7 +59,8 @@ class MachineCheck:
         slowed_by = self.faults.link_factor
         if factor and (slow := find_slow_links(here, peers, self.secret, factor, slowed_by)):
             raise UnhealthyMachine(f"{slow} (health.slow_factor={factor:g})")
-        port = LinkServer.open(self.host, self.network, self.secret) if self.host else 0
+        is_probed = bool(self.host and factor)
+        port = LinkServer.open(self.host, self.network, self.secret) if is_probed else 0
         processor, device_id = processor_of(self.device), identity_of(self.device)
         return MachineReport(product_s, processor, device_id, self.host, port)
 
@@ -90,12 +91,12 @@ def within(limit_s: float, what: str, check: Callable[[], T]) -> T:
     """The result of a check that may block, on a thread of its own. Raises `UnhealthyMachine` if
     the check raises, or takes longer."""
     results: list[T] = []
-    errors: list[Exception] = []
+    errors: list[BaseException] = []
 
     def run() -> None:
         try:
             results.append(check())
-        except Exception as error:
+        except BaseException as error:  # a user's check may even exit
             errors.append(error)
 
     thread = threading.Thread(target=run, name="health", daemon=True)

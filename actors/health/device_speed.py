@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import time
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 
 import torch
@@ -43,7 +43,8 @@ def time_product(device: torch.device) -> float:
     factor = torch.outer(column, row)
     expected = torch.outer(column * (signs[0] @ signs[1]).item(), row)
     product = torch.empty_like(factor)
-    times_s = [_seconds_of_product(factor, product) for _ in range(NUM_PRODUCTS)]
+    with torch.cuda.device(device) if is_gpu else nullcontext():  # events belong to one GPU
+        times_s = [_seconds_of_product(factor, product) for _ in range(NUM_PRODUCTS)]
     if not torch.equal(product, expected):
         wrong = int((product != expected).sum())
         raise UnhealthyMachine(f"{wrong} of {width**2} entries of a matrix product are wrong")
@@ -81,11 +82,12 @@ def processor_of(device: torch.device) -> str:
 
 
 def identity_of(device: torch.device) -> str:
-    """What identifies a GPU to NCCL, which refuses two ranks on one; empty for a CPU.
+    """What identifies a GPU to NCCL, which refuses two ranks on one; empty for a CPU, and for a
+    part of a GPU (MIG).
 
     Processes that are hosts of their own by `NCCL_HOSTID` may share a GPU.
     """
-    if device.type != "cuda":
+    if device.type != "cuda" or "MIG" in torch.cuda.get_device_name(device):
         return ""
     host = os.environ.get("NCCL_HOSTID")
     name = f"GPU-{torch.cuda.get_device_properties(device).uuid}"

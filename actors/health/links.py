@@ -38,7 +38,7 @@ def find_slow_links(
         probe = _LinkProbe(near[:MAX_PEERS], is_near, secret, slowed_by)
         for attempt in range(NUM_TRIES):
             time.sleep(PAUSE_S if attempt else 0.0)
-            if time.monotonic() > until or not (reason := probe.compare(slow_factor)):
+            if not (reason := probe.compare(slow_factor, until)):
                 break
         else:
             return reason
@@ -57,22 +57,29 @@ class _LinkProbe:
         self._slowed_by = slowed_by
         self._fastest = 0.0
 
-    def compare(self, slow_factor: float) -> str:
-        """Measure all links once more; why they are too slow, or empty."""
-        speeds = [measure_link(p.address, self._secret, self._delay) for p in self._peers]
-        self._fastest = max(self._fastest, *speeds)
-        reached = [p for p, speed in zip(self._peers, speeds, strict=True) if speed]
+    def compare(self, slow_factor: float, until: float) -> str:
+        """Measure all links once more; why they are too slow, or empty: also if it takes too
+        long."""
         pairs = [
             (a, b)
-            for number, a in enumerate(reached)
-            for b in reached[number + 1 :]
+            for number, a in enumerate(self._peers)
+            for b in self._peers[number + 1 :]
             if _is_link(a.place, b.place, self._is_near)
         ]
-        others = [ask_for_link(a.address, b.address, self._secret) for a, b in pairs]
+        others: list[float] = []
+        for peer in self._peers:
+            if time.monotonic() > until:
+                return ""
+            speed = measure_link(peer.address, self._secret, self._delay)
+            self._fastest = max(self._fastest, speed)
+        for a, b in pairs:  # a dead member gives 0
+            if time.monotonic() > until:
+                return ""
+            others.append(ask_for_link(a.address, b.address, self._secret))
         slowest = min(filter(None, others), default=0.0)
         if self._fastest * slow_factor >= slowest:
             return ""
-        nodes = ", ".join(peer.node for peer in reached)
+        nodes = ", ".join(peer.node for peer in self._peers)
         return (
             f"its links to {nodes} reach {self._fastest / 1e6:.0f} MB/s, those between members at "
             f"least {slowest / 1e6:.0f} MB/s"

@@ -175,9 +175,7 @@ class Core:
             ):
                 return snapshots.on_snapshots(state, now, event)
             case WorkerReady():
-                commands = membership.add_ready_worker(state, now, event)
-                fits = partial(forming.can_train, state)
-                return commands + health.compare_new_device(state, now, event.worker, fits)
+                return self._add_ready_worker(now, event)
             case WorkerLost():
                 return self._lose(now, event)
             case WorkerSuspected() | WorkerAnswered() | WorkersStalled():
@@ -195,6 +193,14 @@ class Core:
             case _:
                 return self._take_report(now, event)
         return []
+
+    def _add_ready_worker(self, now: float, event: WorkerReady) -> list[Command]:
+        state = self.state
+        if event.worker in state.membership.warm:
+            return []  # reported again after a restart of the controller
+        commands = membership.add_ready_worker(state, now, event)
+        fits = partial(forming.can_train, state)
+        return commands + health.compare_new_device(state, now, event.worker, fits)
 
     def _take_report(
         self,

@@ -38,7 +38,8 @@ def on_degraded(
     state: ControllerState, now: float, event: WorkerDraining, can_train: CanTrain
 ) -> list[Command]:
     """A worker's device reports errors while it trains."""
-    if event.worker not in state.membership.records.keys() - state.membership.draining:
+    membership = state.membership
+    if event.worker not in membership.records or event.worker in membership.draining:
         return []
     return _remove(state, now, event.worker, event.cause, can_train)
 
@@ -48,12 +49,17 @@ def compare_new_device(
 ) -> list[Command]:
     """Compare the device of a worker that has become ready after the first generation, before the
     run pauses for it."""
-    usual = state.membership.usual
-    if usual is None or worker not in state.membership.warm - state.membership.draining:
+    membership, usual = state.membership, state.membership.usual
+    if usual is None or worker not in membership.warm or worker in membership.draining:
         return []
     cause = _fault_of_device(state, usual, worker)
     usual.num_unfit = usual.num_unfit + 1 if cause else 0
-    return _remove(state, now, worker, cause, can_train) if cause else []
+    commands = _remove(state, now, worker, cause, can_train) if cause else []
+    if worker not in membership.draining:
+        device_id = membership.records[worker].machine.device_id
+        if usual.worker_by_device.get(device_id) not in membership.records:
+            usual.worker_by_device[device_id] = worker  # another may follow before the next group
+    return commands
 
 
 def compare_devices(state: ControllerState, now: float, can_train: CanTrain) -> list[Command]:
@@ -151,6 +157,7 @@ def _remove(
 ) -> list[Command]:
     """Drain a worker if the run can train without it, and quarantine its node."""
     node = state.membership.records[worker].node
+    was_draining = worker in state.membership.draining
     state.membership.draining.add(worker)
     is_enough = state.membership.num_staying() >= state.policy.min_workers
     leaves = is_enough and not state.ending and can_train()
@@ -159,10 +166,11 @@ def _remove(
     commands: list[Command] = [Warned(state.generation, state.committed_step, "health", text)]
     commands += quarantine_unfit_node(state, now, node, f"{worker}: {cause}")
     if not leaves:
-        state.membership.draining.discard(worker)
+        if not was_draining:
+            state.membership.draining.discard(worker)
         return commands
     for drain in state.membership.node_drains.values():
         drain.draining_workers.discard(worker)  # it leaves even if its node stays
     state.checkpoints.late_writers.discard(worker)
-    back_off(state, now, state.membership.usual.num_unfit if state.membership.usual else 1)
+    back_off(state, now, max(1, state.membership.usual.num_unfit if state.membership.usual else 1))
     return commands + drain_workers(state, {worker}, cause)

@@ -43,8 +43,6 @@ def add_ready_worker(state: ControllerState, now: float, event: WorkerReady) -> 
     """
     if event.worker not in state.membership.records:
         return []  # its loss was reported first
-    if event.worker in state.membership.warm:
-        return []  # reported again after a restart of the controller
     if state.membership.digest not in (None, event.digest):
         return _reject_other_sources(state, now, event)
     state.membership.digest = event.digest
@@ -143,7 +141,9 @@ def _peers_of_new_workers(state: ControllerState) -> tuple[Peer, ...]:
     peers: dict[str, Peer] = {}
     for worker in staying[first:] + staying[:first]:
         record = state.membership.records[worker]
-        if record.machine.port and len(peers) < MAX_PEERS:
+        if len(peers) == MAX_PEERS:
+            break
+        if record.machine.port:
             address = record.machine.host, record.machine.port
             peers.setdefault(record.node, Peer(record.node, record.rack, *address))
     return tuple(peers.values())
@@ -213,8 +213,11 @@ def _count_start_failure(
         # All workers of one machine fail at once, others may not.
         max_failures += state.policy.max_workers
         reason = cause
-        since = state.membership.records[worker].since
-        if any(record.since < since for record in state.membership.records.values()):
-            max_failures *= LONG_START_FACTOR
-    if state.membership.num_start_failures >= max_failures and not state.membership.ever_ready:
+    if state.membership.num_start_failures < max_failures or state.membership.ever_ready:
+        return
+    since = state.membership.records[worker].since
+    others_start = any(record.since < since for record in state.membership.records.values())
+    if outcome == "user_error" and others_start:
+        max_failures *= LONG_START_FACTOR
+    if state.membership.num_start_failures >= max_failures:
         state.ending = Ending(outcome, reason)

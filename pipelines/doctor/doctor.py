@@ -81,6 +81,7 @@ def findings(request: DoctorRequest) -> Iterator[Finding]:
     checks: list[tuple[str, Callable[[], Iterable[Finding]]]] = [
         ("versions", software.versions),
         ("GPUs", software.gpus),
+        ("health", machine.devices),
         ("limits", machine.limits),
         ("network", partial(machine.network, network, _host_of(address))),
         ("storage", partial(places.storage, request.storage)),

@@ -8,9 +8,12 @@ from pathlib import Path
 from shutil import disk_usage
 
 import psutil
+import torch
 
+from actors.health.device_errors import DeviceErrors
+from actors.health.device_speed import check_memory, processor_of, time_product
 from actors.runtime.network import Network, listen, listen_address
-from actors.storage.errors import UnsuitableMachine
+from actors.storage.errors import UnhealthyMachine, UnsuitableMachine
 from pipelines.doctor.finding import BOUNDS, Bounds, Finding, verdict_of
 from pipelines.observe.history.formatting import quantity
 
@@ -39,6 +42,24 @@ def network(network: Network, towards: str) -> Iterator[Finding]:
     listener.close()
     allowed = "any" if network.ports is None else f"{network.ports[0]} to {network.ports[1]}"
     yield Finding("ports", f"{allowed}; listened on {port}")
+
+
+def devices() -> Iterator[Finding]:
+    """The checks of a device that a worker passes before it joins, of each GPU or of the CPU."""
+    names = [f"cuda:{index}" for index in range(torch.cuda.device_count())] or ["cpu"]
+    for device in map(torch.device, names):
+        fix = "see docs/watching.md; no worker may train on this device"
+        try:
+            check_memory(device)
+            product_s = time_product(device)
+        except UnhealthyMachine as unhealthy:
+            yield Finding(f"health of {device}", str(unhealthy), "failed", fix)
+            continue
+        if error := DeviceErrors(device).lasting():
+            yield Finding(f"health of {device}", error, "failed", fix)
+            continue
+        speed = f"{processor_of(device)}, {1e3 * product_s:.2g} ms for a matrix product"
+        yield Finding(f"health of {device}", speed)
 
 
 def limits() -> Iterator[Finding]:

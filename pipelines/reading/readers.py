@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -10,8 +11,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from itertools import islice
-from multiprocessing.connection import wait
-from typing import Any, cast
+from typing import Any
 
 from pipelines.errors import UserError
 from pipelines.reading.channel import Channel
@@ -94,7 +94,8 @@ class Readers:
         It calls `interrupt`, which may raise, while it waits. Raises `UserError` for a sample that
         cannot be read.
         """
-        self._receive(0.0)
+        if request not in self._batches:
+            self._receive(0.0)
         if request not in self._batches and request not in self._wanted:
             if request in self._again:
                 self._again.remove(request)
@@ -133,6 +134,15 @@ class Readers:
         self._host_channel = own
         _send_dataset(own, StartReaders(self._reader, self._settings.num_readers))
         self._readers = [self._fork(number) for number in range(self._settings.num_readers)]
+        self._watch()
+
+    def _watch(self) -> None:
+        """Note whom to hear: setting this up for each batch took longer than the batch."""
+        self._poll = select.poll()
+        self._poll.register(self._host_channel.fileno(), select.POLLIN)
+        self._by_fd = {reader.channel.fileno(): reader for reader in self._readers}
+        for fd in self._by_fd:
+            self._poll.register(fd, select.POLLIN)
 
     def _fork(self, number: int) -> Reader:
         reader = Reader(number)
@@ -172,13 +182,11 @@ class Readers:
 
     def _receive(self, timeout_s: float) -> None:
         """Take in what has arrived; wait up to `timeout_s` for something."""
-        host = self._host_channel.fileno()
-        by_fd = {reader.channel.fileno(): reader for reader in self._readers}
-        for fd in wait([*by_fd, host], timeout_s):
-            if fd == host:
-                self._hear_host()
-                continue
-            self._receive_from(by_fd[cast(int, fd)])
+        ready = [fd for fd, _ in self._poll.poll(1000 * timeout_s)]
+        for reader in [self._by_fd[fd] for fd in ready if fd in self._by_fd]:
+            self._receive_from(reader)
+        if self._host_channel.fileno() in ready:
+            self._hear_host()  # last: it may replace a reader
 
     def _receive_from(self, reader: Reader) -> bool:
         """Take in the next batch of a reader; False if it has ended, which the host reports."""
@@ -227,6 +235,7 @@ class Readers:
         sample, _ = reader.progress.read()
         reader.channel.close()
         self._readers[reader.number] = self._fork(reader.number)
+        self._watch()
         if sample != IDLE and reader.requests:
             self._deaths[sample] += 1
             if self._deaths[sample] >= MAX_DEATHS:

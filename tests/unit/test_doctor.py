@@ -7,9 +7,11 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from packaging.requirements import Requirement
 
 from actors.runtime.network import Network, listen
+from actors.storage.errors import UnhealthyMachine
 from pipelines.cli import main
 from pipelines.doctor import machine, places, software
 from pipelines.doctor.cluster import node_software
@@ -97,3 +99,19 @@ def test_failed_check_exits_with_1(
     assert exited.value.code == 1
     assert "1 failed" in output and "unset RAY_ADDRESS" in output.replace("\n", "")
     assert not list(tmp_path.iterdir()), "doctor leaves no files behind"
+
+
+def test_healthy_device_is_reported_with_its_speed() -> None:
+    findings = list(machine.devices())
+    assert findings and all(f.verdict == "ok" and not f.fix for f in findings)
+    assert "ms for a matrix product" in findings[0].value
+
+
+def test_device_that_computes_wrongly_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(device: torch.device) -> float:
+        raise UnhealthyMachine("3 of 9 entries are wrong")
+
+    monkeypatch.setattr(machine, "time_product", fail)
+    [finding, *_] = machine.devices()
+    assert (finding.verdict, finding.value) == ("failed", "3 of 9 entries are wrong")
+    assert "no worker may train" in finding.fix

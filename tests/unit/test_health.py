@@ -286,3 +286,30 @@ def test_failing_machine_does_not_end_a_run_whose_other_workers_still_start() ->
         while newest_worker(run) == newcomer:
             run.wake()
     assert run.core.state.ending is None, "w0, w1 and w2 still warm up"
+
+
+def test_two_workers_that_come_later_on_one_gpu_get_one_rank() -> None:
+    run = SteppedRun(open_run(1, 4, hang_timeout_s=1e9))
+    run.core.state.job = Job(12, steps=10_000)
+    for number in range(2):
+        join(run, f"w{number}", str(number), replace(HEALTHY, device_id=f"GPU-{number}"))
+    run.wake()
+    run.form()
+    for worker in ("w2", "w3"):
+        commands = join(run, worker, "new", replace(HEALTHY, device_id="GPU-new"))
+    [stopped] = select(StopWorker, commands)
+    assert isinstance(stopped, StopWorker) and stopped.worker == "w3"
+    assert "w2 has the same GPU" in stopped.cause
+
+
+def test_slow_links_do_not_end_a_drain() -> None:
+    """A worker that drains has slow links, and the run would need it if it did not drain."""
+    run = SteppedRun(open_run(3, 3))
+    run.core.state.job = Job(12, steps=10_000)
+    for worker in ("w0", "w1", "w2"):
+        join(run, worker, f"node-{worker}", HEALTHY)
+    run.deliver(WorkerDraining("w1", "requested"))
+    commands = report_links(run, {"w0": 1e9, "w1": 1e8, "w2": 1e9})
+    [warned] = select(Warned, commands)
+    assert isinstance(warned, Warned) and "it stays" in warned.text
+    assert run.core.state.membership.draining == {"w1"}

@@ -12,7 +12,7 @@ import pynvml
 import pytest
 import torch
 
-from actors.health import device_speed
+from actors.health import device_speed, links
 from actors.health.checks import MachineCheck, within
 from actors.health.device_errors import DeviceErrors
 from actors.health.health_options import HealthOptions
@@ -137,6 +137,12 @@ def test_dead_members_are_no_reason_to_refuse_a_worker() -> None:
     dead = Peer("c", "rack", HOST, 9)
     assert find_slow_links(HERE, [dead, *alive], SECRET, 4.0) == ""
     assert find_slow_links(HERE, [dead, Peer("d", "rack", HOST, 9)], SECRET, 4.0) == ""
+
+
+def test_machine_that_reaches_no_member_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    peers = make_peers(Place("a", "rack"), Place("b", "rack"))
+    monkeypatch.setattr(links, "measure_link", lambda *arguments: 0.0)
+    assert "reach 0 MB/s" in find_slow_links(HERE, peers, SECRET, 4.0)
 
 
 class Nvml:
