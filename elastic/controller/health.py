@@ -11,6 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from statistics import median
+from typing import NamedTuple
 
 from elastic.duties.bandwidth import link_class
 from elastic.duties.membership import back_off, drain_workers, reject_unfit_worker
@@ -41,7 +42,7 @@ def on_degraded(
     membership = state.membership
     if event.worker not in membership.records or event.worker in membership.draining:
         return []
-    return _remove(state, now, event.worker, event.cause, can_train)
+    return _remove(state, now, event.worker, event.cause, True, can_train)
 
 
 def compare_new_device(
@@ -52,9 +53,9 @@ def compare_new_device(
     membership, usual = state.membership, state.membership.usual
     if usual is None or worker not in membership.warm or worker in membership.draining:
         return []
-    cause = _fault_of_device(state, usual, worker)
-    usual.num_unfit = usual.num_unfit + 1 if cause else 0
-    commands = _remove(state, now, worker, cause, can_train) if cause else []
+    unfit = _compared(state, usual, worker)
+    usual.num_unfit = usual.num_unfit + 1 if unfit else 0
+    commands = _remove(state, now, worker, *unfit, can_train) if unfit else []
     if worker not in membership.draining:
         device_id = membership.records[worker].machine.device_id
         if usual.worker_by_device.get(device_id) not in membership.records:
@@ -76,8 +77,8 @@ def compare_devices(state: ControllerState, now: float, can_train: CanTrain) -> 
     state.membership.usual = usual
     commands: list[Command] = []
     for worker in () if before else staying:
-        if cause := _fault_of_device(state, usual, worker):
-            commands += _remove(state, now, worker, cause, can_train)
+        if unfit := _compared(state, usual, worker):
+            commands += _remove(state, now, worker, *unfit, can_train)
     return commands
 
 
@@ -105,7 +106,7 @@ def compare_links(
         causes |= _slow_workers(state, of_class)
     commands: list[Command] = []
     for worker, cause in causes.items():
-        commands += _remove(state, now, worker, cause, can_train)
+        commands += _remove(state, now, worker, cause, True, can_train)
     return commands
 
 
@@ -136,26 +137,40 @@ def _slow_workers(
     }
 
 
-def _fault_of_device(state: ControllerState, usual: UsualMachines, worker: str) -> str:
-    """Why a worker's device is unfit, compared with what the last generation had; or empty."""
+class UnfitDevice(NamedTuple):
+    """Why a worker gets no rank, and whether another one on its node would be no better."""
+
+    cause: str
+    blames_node: bool = True
+
+
+def _compared(state: ControllerState, usual: UsualMachines, worker: str) -> UnfitDevice | None:
+    """Compare a worker's device with what the last generation had; None if it is fit."""
     machine, factor = state.membership.records[worker].machine, state.policy.health_factor
     other = usual.worker_by_device.get(machine.device_id, worker)
     if machine.device_id and other != worker and other in state.membership.records:
-        return f"{other} has the same GPU ({machine.device_id}); see CUDA_VISIBLE_DEVICES"
+        cause = f"{other} has the same GPU ({machine.device_id}); see CUDA_VISIBLE_DEVICES"
+        return UnfitDevice(cause, blames_node=False)
     usual_s = usual.product_s.get(machine.processor, 0.0)
     if not factor or not usual_s or machine.product_s <= factor * usual_s:
-        return ""
+        return None
     ratio = machine.product_s / usual_s
-    return (
+    return UnfitDevice(
         f"its device takes {ratio:.1f} times as long for a matrix product as others of its kind "
         f"(health.slow_factor={factor:g})"
     )
 
 
 def _remove(
-    state: ControllerState, now: float, worker: str, cause: str, can_train: CanTrain
+    state: ControllerState,
+    now: float,
+    worker: str,
+    cause: str,
+    blames_node: bool,
+    can_train: CanTrain,
 ) -> list[Command]:
-    """Drain a worker if the run can train without it, and quarantine its node."""
+    """Drain a worker if the run can train without it, and quarantine its node if that is to
+    blame."""
     node = state.membership.records[worker].node
     was_draining = worker in state.membership.draining
     state.membership.draining.add(worker)
@@ -164,7 +179,8 @@ def _remove(
     end = "it leaves the run" if leaves else "it stays, since the run needs it"
     text = f"{worker} on {node}: {cause}; {end}"
     commands: list[Command] = [Warned(state.generation, state.committed_step, "health", text)]
-    commands += quarantine_unfit_node(state, now, node, f"{worker}: {cause}")
+    if blames_node:
+        commands += quarantine_unfit_node(state, now, node, f"{worker}: {cause}")
     if not leaves:
         if not was_draining:
             state.membership.draining.discard(worker)

@@ -122,6 +122,7 @@ def test_second_worker_on_one_gpu_gets_no_rank() -> None:
     [warned] = select(Warned, commands)
     assert isinstance(warned, Warned)
     assert "w0 has the same GPU" in warned.text and "CUDA_VISIBLE_DEVICES" in warned.text
+    assert not select(NodeQuarantined, commands), "the node is as good as before"
 
 
 def test_workers_on_cpus_may_share_a_machine() -> None:
