@@ -6,6 +6,7 @@ from doc_pages import COMMANDS, Command
 
 NOT_RUN = {
     "make setup": "installs the project; the tests run in an environment that it has set up",
+    "make gpu": "needs a GPU; `processes/test_gpu_page.py` tries its parts on the CPU",
     "make docs": "continuous integration builds the site before the tests",
     "pytest tests/properties tests/sim": "continuous integration runs these tests",
     "ray up cluster.yaml": "starts machines on AWS; `unit/test_cluster_file.py` checks the file",

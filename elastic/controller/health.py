@@ -51,32 +51,34 @@ def compare_new_device(
     """Compare the device of a worker that has become ready after the first generation, before the
     run pauses for it."""
     membership, usual = state.membership, state.membership.usual
-    if usual is None or worker not in membership.warm or worker in membership.draining:
+    is_joining = worker in membership.warm and worker not in membership.draining
+    if not state.forming.ever_formed or not is_joining:
         return []
     unfit = _compared(state, usual, worker)
     usual.num_unfit = usual.num_unfit + 1 if unfit else 0
     commands = _remove(state, now, worker, *unfit, can_train) if unfit else []
     if worker not in membership.draining:
         device_id = membership.records[worker].machine.device_id
-        if usual.worker_by_device.get(device_id) not in membership.records:
+        if device_id and usual.worker_by_device.get(device_id) not in membership.records:
             usual.worker_by_device[device_id] = worker  # another may follow before the next group
     return commands
 
 
 def compare_devices(state: ControllerState, now: float, can_train: CanTrain) -> list[Command]:
     """Before a generation forms, note what is usual, and compare the devices of the first one."""
-    before, usual = state.membership.usual, UsualMachines()
+    usual = UsualMachines(num_unfit=state.membership.usual.num_unfit)
     staying = list(state.membership.staying())
     times: dict[str, list[float]] = {}
     for worker in staying:
         machine = state.membership.records[worker].machine
-        times.setdefault(machine.processor, []).append(machine.product_s)
-        usual.worker_by_device.setdefault(machine.device_id, worker)
+        if machine.product_s:
+            times.setdefault(machine.processor, []).append(machine.product_s)
+        if machine.device_id:
+            usual.worker_by_device.setdefault(machine.device_id, worker)
     usual.product_s = {n: median(own) for n, own in times.items() if len(own) > LEAST_OTHERS}
-    usual.num_unfit = before.num_unfit if before else 0
     state.membership.usual = usual
     commands: list[Command] = []
-    for worker in () if before else staying:
+    for worker in () if state.forming.ever_formed else staying:
         if unfit := _compared(state, usual, worker):
             commands += _remove(state, now, worker, *unfit, can_train)
     return commands
@@ -188,5 +190,5 @@ def _remove(
     for drain in state.membership.node_drains.values():
         drain.draining_workers.discard(worker)  # it leaves even if its node stays
     state.checkpoints.late_writers.discard(worker)
-    back_off(state, now, max(1, state.membership.usual.num_unfit if state.membership.usual else 1))
+    back_off(state, now, max(1, state.membership.usual.num_unfit))
     return commands + drain_workers(state, {worker}, cause)

@@ -71,8 +71,8 @@ class Quarantine:
 
 @dataclass(slots=True)
 class UsualMachines:
-    """What new workers' devices are compared with, as of the last generation; there is none before
-    the first."""
+    """What new workers' devices are compared with, as of the last generation; empty before the
+    first."""
 
     product_s: dict[str, float] = field(default_factory=dict)
     """By kind of processor, the median time of a matrix product."""

@@ -169,7 +169,7 @@ class MembershipDuty(Duty):
     changes_at: list[float] = field(default_factory=list)
     """When members were last lost or drained."""
     changed_generation: int = 0
-    usual: UsualMachines | None = None
+    usual: UsualMachines = field(default_factory=UsualMachines)
 
     def shift_clock(self, seconds: float) -> None:
         """The ends of draining nodes do not move: no machine waits for the controller."""

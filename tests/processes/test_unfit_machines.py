@@ -57,15 +57,14 @@ def assert_replaced_elsewhere(run: Outcome, refused: str, reason: str) -> None:
     assert reason in raised["message"] and not raised["traceback"]
     [quarantined] = run.lines_of("NodeQuarantined")
     assert quarantined["node"] == "c" and reason in quarantined["cause"]
-    node_of_worker = {line["worker"]: line["node"] for line in run.lines_of("WorkerReady")}
-    assert refused not in node_of_worker
-    assert node_of_worker[f"w{int(refused[1:]) + 1}"] in ("a", "b")
-    assert len(run.lines_of("Resume")[-1]["workers"]) == 3
+    assert refused not in [line["worker"] for line in run.lines_of("WorkerReady")]
+    last = run.lines_of("StartWorkers")[-1]
+    assert last["workers"] == [f"w{int(refused[1:]) + 1}"] and last["quarantined"] == ["c"]
     assert_no_step_repeated(run)
 
 
 def test_worker_with_slow_links_never_joins(tmp_path: Path, undisturbed: Outcome) -> None:
-    run = train(tmp_path, KILL, "slow link of worker 3 by 150x", steps=1500)
+    run = train(tmp_path, KILL, "slow link of worker 3 by 150x", steps=2500)
     assert_replaced_elsewhere(run, "w3", "those between members")
     first_losses = {step: loss for step, loss in run.losses().items() if step <= 300}
     assert first_losses == pytest.approx(undisturbed.losses(), rel=1e-9)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -20,8 +21,12 @@ TINY = ("tiny", "--data", "random", "--workers", "2")
 
 def processes_of_run(command: Command, word: str) -> list[psutil.Process]:
     """The run's processes with this word in their name or command line."""
-    processes = processes_of(command.ray_folder)
-    return [p for p in processes if word in " ".join((p.name(), *p.cmdline()))]
+    found = []
+    for process in processes_of(command.ray_folder):
+        with suppress(psutil.NoSuchProcess):  # it has ended since it was listed
+            if word in " ".join((process.name(), *process.cmdline())):
+                found.append(process)
+    return found
 
 
 def test_killed_gcs_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
