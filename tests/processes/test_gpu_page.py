@@ -56,7 +56,7 @@ def test_our_step_and_the_bare_loop_train_alike() -> None:
     assert measured["step_flops"] > 0 and measured["ours_s"] > 0 and measured["bare_s"] > 0
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_stalls_and_recoveries_are_measured_in_whole_runs() -> None:
     stalls = gpu_runs.measure_stalls("cpu", FAST)
     assert 0 < stalls["without_copies_s"] < 5 and 0 < stalls["with_snapshots_s"] < 5

@@ -121,6 +121,7 @@ def test_run_completes_if_a_full_disk_gets_space_within_a_minute(tmp_path: Path)
 
 
 @pytest.mark.slow
+@pytest.mark.soak
 def test_run_completes_if_an_object_store_answers_within_a_minute(s3_proxy: S3Proxy) -> None:
     outage = Outage(s3_proxy.close, s3_proxy.open)
     outcome = train(s3_proxy.url_of("run"), outage)

@@ -63,6 +63,7 @@ def assert_replaced_elsewhere(run: Outcome, refused: str, reason: str) -> None:
     assert_no_step_repeated(run)
 
 
+@pytest.mark.soak
 def test_worker_with_slow_links_never_joins(tmp_path: Path, undisturbed: Outcome) -> None:
     run = train(tmp_path, KILL, "slow link of worker 3 by 150x", steps=2500)
     assert_replaced_elsewhere(run, "w3", "those between members")
@@ -91,7 +92,7 @@ def test_first_worker_with_slow_links_leaves_at_a_step_boundary(
     assert run.losses() == pytest.approx(undisturbed.losses(), rel=1e-9)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_member_whose_device_degrades_leaves_at_a_step_boundary(tmp_path: Path) -> None:
     run = train(tmp_path, "ecc error in worker 1 at step 3", steps=1000)
     assert run.stopped.outcome == "completed", run.stopped

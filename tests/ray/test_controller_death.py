@@ -92,6 +92,7 @@ def newest_sampled_step(command: Command) -> int:
     return max((line["step"] for line in read_lines(command.folder / "samples.jsonl")), default=0)
 
 
+@pytest.mark.soak
 def test_controller_away_for_100_steps_loses_no_step_when_world_rank_0_dies(tmp_path: Path) -> None:
     """The survivor has the newest committed step: no step is repeated or lacks its metrics."""
     num_steps, settings = 600, (*SETTINGS, "batch=2")
