@@ -72,10 +72,8 @@ ROWS = (
         lambda m: f"{m['reshard']['extra_bytes'] / 2**20:.0f} MiB",
     ),
     Row("parameters of the transformer", lambda m: f"{m['step']['num_params'] / 1e9:.2f} B"),
-    Row("tokens/s, ours", lambda m: f"{m['step']['tokens_a_step'] / m['step']['ours_s']:,.0f}"),
-    Row(
-        "tokens/s, bare loop", lambda m: f"{m['step']['tokens_a_step'] / m['step']['bare_s']:,.0f}"
-    ),
+    Row("tokens/s, ours", _tokens("ours_s")),
+    Row("tokens/s, bare loop", _tokens("bare_s")),
     Row("ours / bare", lambda m: f"{m['step']['bare_s'] / m['step']['ours_s']:.3f}", "0.99"),
     Row("model FLOPs utilization", _mfu, "45 %"),
     Row("weights, gradients, optimizer", lambda m: f"{m['step']['state_bytes'] / 2**30:.2f} GiB"),
@@ -168,17 +166,8 @@ def _last_line(text: str) -> str:
 
 def _run_tests() -> str:
     """The last line of pytest's output. Raises `Failed` if a test fails."""
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "-q",
-        "-p",
-        "no:xdist",
-        "-o",
-        "addopts=",
-        "tests/gpu",
-    ]
+    options = ("-q", "-p", "no:xdist", "-o", "addopts=")
+    command = [sys.executable, "-m", "pytest", *options, "tests/gpu"]
     done = subprocess.run(
         command,
         cwd=ROOT,

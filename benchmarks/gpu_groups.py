@@ -33,13 +33,13 @@ BLOCKED_S = 0.3
 NUM_CYCLES = 20
 
 
-def measure(device: str) -> dict[str, float]:
+def measure(device: str, num_cycles: int = NUM_CYCLES) -> dict[str, float]:
     """Medians over the cycles, and the slowest abort."""
     num_ranks = max(2, torch.cuda.device_count()) if device == "cuda" else 2
     set_forkserver_preload(["actors.distributed.groups"])
     store = open_store(HOST)
     with TemporaryDirectory() as folder:
-        arguments = (num_ranks, device, store.port, Path(folder))
+        arguments = (num_ranks, device, store.port, Path(folder), num_cycles)
         start_processes(_run_rank, arguments, num_ranks, start_method="forkserver")
         cycles: list[dict[str, float]] = json.loads((Path(folder) / "cycles").read_text())
     later = {key: median(cycle[key] for cycle in cycles[1:]) for key in cycles[0]}
@@ -71,11 +71,13 @@ def device_of_rank(rank: int, num_ranks: int, kind: str) -> torch.device:
     return device
 
 
-def _run_rank(rank: int, num_ranks: int, kind: str, port: int, folder: Path) -> None:
+def _run_rank(
+    rank: int, num_ranks: int, kind: str, port: int, folder: Path, num_cycles: int
+) -> None:
     """Form the groups again and again; in each cycle rank 0 blocks in a collective in which the
     others do not take part, and is aborted."""
     device = device_of_rank(rank, num_ranks, kind)
-    cycles = [_cycle(rank, num_ranks, device, port, number) for number in range(NUM_CYCLES)]
+    cycles = [_cycle(rank, num_ranks, device, port, number) for number in range(num_cycles)]
     if rank == 0:
         (folder / "cycles").write_text(json.dumps(cycles))
 

@@ -4,10 +4,13 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from typing import TypeVar
 
 import torch
 
 from actors.storage.errors import BrokenDevice
+
+T = TypeVar("T")
 
 LIMIT_S = 10.0
 """A kernel on its own stream takes under a millisecond beside any other work."""
@@ -36,6 +39,34 @@ def kernel_on(device: torch.device) -> Callable[[], None]:
     return compute
 
 
+class TimeLimitExceeded(Exception):
+    """A computation has not ended; its thread is left behind."""
+
+
+def run_within(limit_s: float, compute: Callable[[], T]) -> T:
+    """The result of a computation that may block for ever, on a thread of its own.
+
+    Raises what it raises, and `TimeLimitExceeded`.
+    """
+    results: list[T] = []
+    errors: list[BaseException] = []
+
+    def run() -> None:
+        try:
+            results.append(compute())
+        except BaseException as error:  # a user's code may even exit
+            errors.append(error)
+
+    thread = threading.Thread(target=run, name="limited", daemon=True)
+    thread.start()
+    thread.join(limit_s)
+    if errors:
+        raise errors[0]
+    if not results:
+        raise TimeLimitExceeded
+    return results[0]
+
+
 class DeviceCheck:
     """Runs a computation on a thread that may block for ever without harm."""
 
@@ -45,21 +76,12 @@ class DeviceCheck:
 
     def failure(self) -> BrokenDevice | None:
         """The device's error, or None if it computes."""
-        raised: list[Exception] = []
-
-        def run() -> None:
-            try:
-                self._compute()
-            except Exception as error:
-                raised.append(error)
-
-        thread = threading.Thread(target=run, name="device-check", daemon=True)
-        thread.start()
-        thread.join(self._limit_s)
-        if thread.is_alive():
+        try:
+            run_within(self._limit_s, self._compute)
+        except TimeLimitExceeded:
             return BrokenDevice(f"the device did not finish a small kernel in {self._limit_s:g} s")
-        if raised:
-            return BrokenDevice(f"the device fails on a small kernel: {raised[0]}")
+        except Exception as error:
+            return BrokenDevice(f"the device fails on a small kernel: {error}")
         return None
 
 

@@ -11,6 +11,7 @@ from typing import TypeVar
 
 import torch
 
+from actors.distributed.device_check import TimeLimitExceeded, run_within
 from actors.health.device_errors import DeviceErrors
 from actors.health.device_speed import check_memory, identity_of, processor_of, time_product
 from actors.health.health_options import HealthOptions
@@ -90,26 +91,16 @@ class MachineCheck:
 def within(limit_s: float, what: str, check: Callable[[], T]) -> T:
     """The result of a check that may block, on a thread of its own. Raises `UnhealthyMachine` if
     the check raises, or takes longer."""
-    results: list[T] = []
-    errors: list[BaseException] = []
-
-    def run() -> None:
-        try:
-            results.append(check())
-        except BaseException as error:  # a user's check may even exit
-            errors.append(error)
-
-    thread = threading.Thread(target=run, name="health", daemon=True)
-    thread.start()
-    thread.join(limit_s)
-    if results:
-        return results[0]
-    if not errors:
-        raise UnhealthyMachine(f"{what}: a check did not end within {limit_s:g} s")
-    if isinstance(errors[0], UnhealthyMachine):
-        raise errors[0]
-    text = f"{what}: a check raised {type(errors[0]).__name__}: {errors[0]}"
-    raise UnhealthyMachine(text) from errors[0]
+    try:
+        return run_within(limit_s, check)
+    except UnhealthyMachine:
+        raise
+    except TimeLimitExceeded:
+        text = f"{what}: a check did not end within {limit_s:g} s"
+        raise UnhealthyMachine(text) from None
+    except BaseException as error:
+        text = f"{what}: a check raised {type(error).__name__}: {error}"
+        raise UnhealthyMachine(text) from error
 
 
 def _run_check_of_user(name: str, device: torch.device) -> None:

@@ -6,6 +6,7 @@ import time
 from collections.abc import Sequence
 
 from actors.health.link_server import ask_for_link, measure_link
+from elastic.duties.bandwidth import link_class
 from elastic.geometry.machine_report import Peer
 from elastic.geometry.topology import Place
 
@@ -31,11 +32,11 @@ def find_slow_links(
     `slowed_by` is an injected fault.
     """
     until = time.monotonic() + LIMIT_S
-    for is_near in (True, False):
-        near = [peer for peer in peers if _is_link(here, peer.place, is_near)]
-        if len(near) < 2:
+    for distance in ("rack", "far"):
+        equally_far = [peer for peer in peers if link_class(here, peer.place) == distance]
+        if len(equally_far) < 2:
             continue
-        probe = _LinkProbe(near[:MAX_PEERS], is_near, secret, slowed_by)
+        probe = _LinkProbe(equally_far[:MAX_PEERS], distance, secret, slowed_by)
         for attempt in range(NUM_TRIES):
             time.sleep(PAUSE_S if attempt else 0.0)
             if not (reason := probe.compare(slow_factor, until)):
@@ -49,10 +50,10 @@ class _LinkProbe:
     """Measures the links to some members, and between these."""
 
     def __init__(
-        self, peers: Sequence[Peer], is_near: bool, secret: bytes, slowed_by: float
+        self, peers: Sequence[Peer], distance: str, secret: bytes, slowed_by: float
     ) -> None:
         self._peers = peers
-        self._is_near = is_near
+        self._distance = distance
         self._secret = secret
         self._slowed_by = slowed_by
         self._fastest = 0.0
@@ -64,7 +65,7 @@ class _LinkProbe:
             (a, b)
             for number, a in enumerate(self._peers)
             for b in self._peers[number + 1 :]
-            if _is_link(a.place, b.place, self._is_near)
+            if link_class(a.place, b.place) == self._distance
         ]
         others: list[float] = []
         for peer in self._peers:
@@ -87,9 +88,3 @@ class _LinkProbe:
 
     def _delay(self, elapsed_s: float) -> None:
         time.sleep((self._slowed_by - 1.0) * elapsed_s)
-
-
-def _is_link(here: Place, there: Place, is_near: bool) -> bool:
-    """Whether two places are on different nodes, and in the same rack or not."""
-    is_same_rack = bool(here.rack) and here.rack == there.rack
-    return here.node != there.node and is_same_rack == is_near

@@ -19,7 +19,13 @@ from elastic.controller.aborting import abort
 from elastic.controller.forming import can_train
 from elastic.controller.health import on_degraded
 from elastic.duties.checkpoints import is_saving
-from elastic.duties.membership import drain_workers, forget, note_change, participants
+from elastic.duties.membership import (
+    drain_for_good,
+    drain_workers,
+    forget,
+    note_change,
+    participants,
+)
 from elastic.duties.recovery import find_live_state
 from elastic.protocol.commands import Command, StopWorker, Warned
 from elastic.protocol.controller_state import ControllerState
@@ -111,12 +117,7 @@ def drain_at_once(state: ControllerState, now: float) -> list[Command]:
 
 def _drain_worker(state: ControllerState, worker: str) -> list[Command]:
     """Drain one worker: it holds no rank after the next step boundary."""
-    if worker not in state.membership.records:
-        return []
-    for drain in state.membership.node_drains.values():
-        drain.draining_workers.discard(worker)  # it leaves even if its node stays
-    state.checkpoints.late_writers.discard(worker)
-    return drain_workers(state, {worker})
+    return drain_for_good(state, worker) if worker in state.membership.records else []
 
 
 def _drain_node(state: ControllerState, now: float, event: NodeDraining) -> list[Command]:

@@ -14,7 +14,7 @@ from statistics import median
 from typing import NamedTuple
 
 from elastic.duties.bandwidth import link_class
-from elastic.duties.membership import back_off, drain_workers, reject_unfit_worker
+from elastic.duties.membership import back_off, drain_for_good, reject_unfit_worker
 from elastic.duties.quarantine import quarantine_unfit_node
 from elastic.protocol.commands import Command, Warned
 from elastic.protocol.controller_state import ControllerState
@@ -187,8 +187,5 @@ def _remove(
         if not was_draining:
             state.membership.draining.discard(worker)
         return commands
-    for drain in state.membership.node_drains.values():
-        drain.draining_workers.discard(worker)  # it leaves even if its node stays
-    state.checkpoints.late_writers.discard(worker)
     back_off(state, now, max(1, state.membership.usual.num_unfit))
-    return commands + drain_workers(state, {worker}, cause)
+    return commands + drain_for_good(state, worker, cause)

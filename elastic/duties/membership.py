@@ -95,6 +95,16 @@ def forget(
         )  # else the next one would come a full interval after the lost one
 
 
+def drain_for_good(
+    state: ControllerState, worker: str, cause: str = "it was drained"
+) -> list[Command]:
+    """Drain one worker, also if its node stays or its part of a checkpoint arrives after all."""
+    for drain in state.membership.node_drains.values():
+        drain.draining_workers.discard(worker)
+    state.checkpoints.late_writers.discard(worker)
+    return drain_workers(state, {worker}, cause)
+
+
 def drain_workers(
     state: ControllerState, workers: Set[str], cause: str = "it was drained"
 ) -> list[Command]:

@@ -63,9 +63,8 @@ def on_crash(state: ControllerState, now: float, event: WorkerLost) -> list[Comm
     counts = _counts(state)
     commands = _clear_nodes(state, crash, counts)
     if node not in state.quarantine.until and _is_to_blame(state, node, counts):
-        _quarantine(state, now, node)
         cause = f"workers have crashed there {counts[node]} times"
-        commands.append(NodeQuarantined(node, state.quarantine.until[node], cause))
+        commands.append(_quarantine(state, now, node, cause))
     return commands
 
 
@@ -76,8 +75,7 @@ def quarantine_unfit_node(
     is_off = not state.policy.quarantine_after
     if is_off or not node or node in state.quarantine.until or not _elsewhere(state, node):
         return []
-    _quarantine(state, now, node, is_unfit=True)
-    return [NodeQuarantined(node, state.quarantine.until[node], cause)]
+    return [_quarantine(state, now, node, cause, is_unfit=True)]
 
 
 def quarantine_deadline(state: ControllerState) -> float:
@@ -133,12 +131,15 @@ def _was_useful(state: ControllerState, worker_record: WorkerRecord, now: float)
     return worker_record.is_ready and now - worker_record.since >= max(start_s, MIN_USEFUL_S)
 
 
-def _quarantine(state: ControllerState, now: float, node: str, is_unfit: bool = False) -> None:
+def _quarantine(
+    state: ControllerState, now: float, node: str, cause: str, is_unfit: bool = False
+) -> NodeQuarantined:
     """Quarantine a node, for twice as long as the last time."""
     lately = {n: q for n, q in state.quarantine.past.items() if now < _forgotten_at(state, q)}
     number = lately[node].number + 1 if node in lately else 1
     state.quarantine.past = {**lately, node: Quarantine(number, now, is_unfit)}
     state.quarantine.until[node] = now + _duration_s(state, number)
+    return NodeQuarantined(node, state.quarantine.until[node], cause)
 
 
 def _duration_s(state: ControllerState, number: int) -> float:

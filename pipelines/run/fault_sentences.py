@@ -56,9 +56,9 @@ def parse_faults(
         match = _SENTENCE.fullmatch(" ".join(sentence.lower().split()))
         moment = _MOMENTS.get(match["moment"] or "compute") if match else None
         action = _ACTIONS[match["action"]] if match else None
-        has_step = match is not None and match["step"] is not None
-        has_step = action == "ecc" or has_step == (action != "slow_link")
-        if match is None or moment is None or not has_step:
+        needs_step = action not in _OF_MACHINE
+        is_complete = match is not None and (action == "ecc" or needs_step == bool(match["step"]))
+        if match is None or moment is None or not is_complete:
             raise UserError(
                 f"--inject {sentence!r} is not understood; write e.g. {EXAMPLES} "
                 f"(moments: {', '.join(_MOMENTS)})"
@@ -69,10 +69,7 @@ def parse_faults(
                 f"--inject {sentence!r}: `slow` needs a factor over 1, other faults take none: "
                 "slow worker 2 by 3x at step 30"
             )
-        if (
-            action in ("flip", "nan", *_SLOW, *_OF_MACHINE)
-            and (match["moment"] or "compute") != "compute"
-        ):
+        if action in ("flip", "nan", *_SLOW, *_OF_MACHINE) and moment != "compute":
             raise UserError(
                 f"--inject {sentence!r}: this fault only happens in compute; leave out the moment"
             )

@@ -34,10 +34,15 @@ Seconds = Annotated[float, Field(gt=0.0, le=1e9)]
 """At most about thirty years: operating systems' timers accept no more."""
 
 
-def _refuse_spike_factor_up_to_one(factor: float) -> float:
-    if 0.0 < factor <= 1.0:
-        raise ValueError("must be greater than 1, or 0 to disable spike detection")
-    return factor
+def _over_one_or_0(to_do_what: str) -> AfterValidator:
+    """Refuses factors up to 1, except 0, which is there `to_do_what`."""
+
+    def check(factor: float) -> float:
+        if 0.0 < factor <= 1.0:
+            raise ValueError(f"must be greater than 1, or 0 to {to_do_what}")
+        return factor
+
+    return AfterValidator(check)
 
 
 def _refuse_straggler_factor_up_to_one(factor: float) -> float:
@@ -46,13 +51,7 @@ def _refuse_straggler_factor_up_to_one(factor: float) -> float:
     return factor
 
 
-def _refuse_health_factor_up_to_one(factor: float) -> float:
-    if 0.0 < factor <= 1.0:
-        raise ValueError("must be greater than 1, or 0 to compare no machines")
-    return factor
-
-
-HealthFactor = Annotated[NonNegativeFloat, AfterValidator(_refuse_health_factor_up_to_one)]
+HealthFactor = Annotated[NonNegativeFloat, _over_one_or_0("compare no machines")]
 """A machine is refused if it is over this many times slower than the others."""
 
 FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
@@ -61,7 +60,7 @@ FunctionName = Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
 StragglerFactor = Annotated[PositiveFloat, AfterValidator(_refuse_straggler_factor_up_to_one)]
 """A worker is a straggler if its compute time is over this many times that of the others."""
 
-SpikeFactor = Annotated[NonNegativeFloat, AfterValidator(_refuse_spike_factor_up_to_one)]
+SpikeFactor = Annotated[NonNegativeFloat, _over_one_or_0("disable spike detection")]
 """A loss over this many times the median loss is a spike; 0 disables the detection."""
 
 TimeFactor = Annotated[float, Field(ge=1.0, le=1e6)]

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import os
 from typing import Any
 
 import pytest
 import torch
+from gpu_groups import separate_hosts
 
 from pipelines.run.program import TrainingProgram
 
@@ -16,19 +16,9 @@ NEEDS_GPU = [
 ]
 
 
-def claim_separate_host() -> None:
-    """NCCL refuses two ranks on one GPU of one host; call this before it is first used.
-
-    Ranks on different hosts communicate through sockets, here over the loopback interface.
-    """
-    os.environ["NCCL_HOSTID"] = f"process-{os.getpid()}"
-    os.environ["NCCL_SOCKET_IFNAME"] = "lo"
-    os.environ["NCCL_IB_DISABLE"] = "1"
-
-
 def program(settings: dict[str, Any]) -> TrainingProgram:
     """The training program of a worker on the shared GPU."""
-    claim_separate_host()
+    separate_hosts()
     return TrainingProgram(settings, device="cuda")
 
 

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from one_gpu import NEEDS_GPU, claim_separate_host
+from gpu_groups import separate_hosts
+from one_gpu import NEEDS_GPU
 from torch.multiprocessing import start_processes
 
 from actors.distributed.groups import Formation
@@ -92,7 +93,7 @@ def time_blocked_collective(formation: Formation) -> float:
 
 def abort_and_form_again(rank: int, port: int, folder: Path) -> None:
     """Run one of two processes: `a` blocks and is aborted, `b` is absent; then both form again."""
-    claim_separate_host()
+    separate_hosts()
     worker = WORKERS[rank]
     formation = form_generation(worker, 1, port)
     results = {"first": all_reduce_ones(formation)}
@@ -136,7 +137,7 @@ def shard_of(assignment: Assignment, worker: str) -> dict[str, torch.Tensor]:
 
 def reshard_worker(rank: int, port: int, target: str) -> None:
     """Run one of two processes: reshard the state, and compare it to the expected one."""
-    claim_separate_host()
+    separate_hosts()
     worker = WORKERS[rank]
     reshard = ReshardPlan(0, 1, SHARDED, TARGETS[target], WORKERS)
     formation = form_group(worker, reshard, port)

@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from one_gpu import NEEDS_GPU, claim_separate_host
+from gpu_groups import separate_hosts
+from one_gpu import NEEDS_GPU
 from test_ring_attention import TIMEOUT_S, Case, compare, ring_results
 from torch.multiprocessing import start_processes
 
@@ -32,7 +33,7 @@ CASES = (
 
 def run_rank(cp_rank: int, folder: Path) -> None:
     """Compute all cases in one of the processes."""
-    claim_separate_host()
+    separate_hosts()
     torch.cuda.set_device(0)
     store = dist.FileStore(str(folder / "store"), 2)
     timeout = timedelta(seconds=TIMEOUT_S)

@@ -10,7 +10,8 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from one_gpu import NEEDS_GPU, claim_separate_host
+from gpu_groups import separate_hosts
+from one_gpu import NEEDS_GPU
 from test_replica import local_tensors
 from test_zero import Trained, train
 from torch.multiprocessing import start_processes
@@ -47,7 +48,7 @@ def program_on(device: str, **changes: Any) -> TrainingProgram:
 
 def run_rank(world_rank: int, folder: Path) -> None:
     """Train all cases in one of two processes."""
-    claim_separate_host()
+    separate_hosts()
     torch.cuda.set_device(0)
     file = dist.FileStore(str(folder / "store"), 2)
     for zero, offload in CASES:

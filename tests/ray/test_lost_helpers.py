@@ -51,6 +51,7 @@ def test_killed_gcs_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
     assert "rpc_client" not in output, "the message with which Ray itself ends after a minute"
 
 
+@pytest.mark.soak
 def test_killed_observers_are_replaced_and_deliver_all_metrics(tmp_path: Path) -> None:
     with elastic_train(tmp_path, *TINY, "--steps", "600") as command:
         observers = partial(processes_of_run, command, "RayObserver")

@@ -54,6 +54,7 @@ def scrape_metrics(command: Command) -> str:
         return answer.read().decode()
 
 
+@pytest.mark.soak
 def test_status_logs_and_notifications_follow_a_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,8 +116,8 @@ def test_equally_fast_links_are_accepted() -> None:
     assert find_slow_links(HERE, peers, SECRET, slow_factor=4.0) == ""
 
 
-def test_slow_links_are_refused() -> None:
-    rack = "rack"
+@pytest.mark.parametrize("rack", ["rack", ""])
+def test_slow_links_are_refused(rack: str) -> None:
     peers = make_peers(Place("a", rack), Place("b", rack))
     reason = find_slow_links(Place("here", rack), peers, SECRET, 4.0, slowed_by=150.0)
     assert reason.startswith("its links to a, b reach ") and "MB/s" in reason
