@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils.data._utils import worker as data_worker
 
@@ -70,6 +71,16 @@ def sum_unsharded_gradients(module: Any) -> None:
             group._set_unsharded_grad_dtypes(defer_upcast=False)
         else:
             _accumulate_gradients(group)
+
+
+def widen_gradient(parameter: Tensor, dtype: torch.dtype) -> None:
+    """Let autograd keep a parameter's gradient in a wider dtype, where FSDP does so too.
+
+    From torch 2.15 on FSDP does, so that a bfloat16 parameter's gradient is not rounded where an
+    operation computes it in float32, as that of RMSNorm does. No public name tells.
+    """
+    if parameter.requires_grad and hasattr(FSDPParamGroup, "_set_unsharded_grad_dtypes"):
+        parameter.grad_dtype = dtype
 
 
 def _accumulate_gradients(group: Any) -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.utils.hooks import RemovableHandle
 
+from actors.distributed.torch_private import widen_gradient
 from actors.runtime.program import Groups, Interrupt
 from elastic.geometry.zero import divides
 from pipelines.settings import TrainSettings
@@ -96,6 +97,8 @@ class ZeroSharded:
             full[part.name] = as_distributed(full_tensor, part.parameter)
         assign(self.modules, full | dict(buffers))
         self._make_buckets(separate)
+        for part in self._parts():
+            widen_gradient(part.parameter, part.shard.dtype)
         self._hooks = []
         if self.takes_each_gradient:
             self._add_hooks()
