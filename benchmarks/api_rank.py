@@ -76,14 +76,16 @@ def build_sides(
             optimizer, lambda step: min(1.0, (step + 1) / 10)
         )
         loader = DataLoader(custom_model.Stripes(2048), microbatch, shuffle=True)
-        model, *_ = run.prepare(model, optimizer, scheduler, loader)
+        model, optimizer, scheduler, _ = run.prepare(model, optimizer, scheduler, loader)
         for step in run.steps(10**6, microbatches=batch // microbatch):
             with step:
                 for data in step.batches():
                     step.backward(custom_model.loss(model, data))
+                optimizer.step()
+                scheduler.step()
 
     recipe = load(custom_model.recipe)
-    changes = {"batch": batch, "microbatch": microbatch, "eval_every": 0}
+    changes = {"batch": batch, "microbatch": microbatch, "eval_every": 0, "steps": 10**6}
     settings = recipe.settings.model_copy(update=changes)
     members = tuple(f"w{rank}" for rank in range(num_ranks))
     assignment = Assignment(1, Layout(dp=num_ranks), members)

@@ -31,6 +31,7 @@ def main(run):
                 loss = criterion(model(points), labels)
                 step.backward(loss)
         if step.committed:
+            scheduler.step()
             run.print(f"step {step.number}: loss {loss.item():.3f}")
 
 

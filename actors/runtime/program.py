@@ -144,6 +144,13 @@ class Replica(Protocol):
     def apply(self, step: int, vote: Vote) -> Applied:
         """Scale by 1/tokens, clip, step the optimizer: local, without a collective."""
 
+    def between_steps(self, interrupt: Interrupt | None) -> None:
+        """Run what lies between the step just applied and the next, on all ranks together.
+
+        It may change the state. `interrupt` is None if the groups are broken: then it runs what
+        needs no other rank.
+        """
+
     def drop_gradients(self) -> None:
         """Drop the gradients of a step whose vote no worker has seen."""
 

@@ -121,7 +121,13 @@ class Stepper:
         self._faults.at("apply", step)
         record = self.apply(vote)
         self._compute_times.end(step)
+        self.between_steps()
         return record, vote
+
+    def between_steps(self, are_groups_whole: bool = True) -> None:
+        """Run what the program does between the step just applied and the next."""
+        with self._interruption.abandonable():
+            self._replica.between_steps(self._interruption.check if are_groups_whole else None)
 
     def apply(self, vote: Vote) -> StepRecord:
         """Apply the decided step. Raises `StepMismatch` if it is not the next one, `TornApply` if

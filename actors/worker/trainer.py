@@ -224,6 +224,7 @@ class Trainer:
             self.stepper.torn = True
             self._report_quiesced(command.generation)
             raise
+        self.stepper.between_steps(are_groups_whole=False)
         self._keep_only(max(self.holdings))
         self.report(RolledForward(self.worker, command.generation, record))
 
@@ -314,8 +315,7 @@ class Trainer:
         participants = self.order.plan.participants
         with self.interruption.abandonable():
             group, check = self.formation.transfer, self.interruption.check
-            factor = self.faults.link_factor
-            speeds = measure_bandwidths(group, self.program.device, check, factor)
+            speeds = measure_bandwidths(group, self.program.device, check, self.faults.link_factor)
         return tuple((participants[peer], speed) for peer, speed in speeds)
 
     def _parts(self, plan: ReshardPlan, old: Assignment, transfers: Transfers) -> TensorPieces:

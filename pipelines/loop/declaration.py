@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from pipelines.loop.called_module import CalledModule
 from pipelines.loop.errors import LoopMisused
 from pipelines.loop.stepping import ScriptOptimizerFactory
 from pipelines.settings import ReadingSettings
@@ -31,8 +32,8 @@ class Declaration:
     of workers.
     """
 
-    model: nn.Module
-    """The module with its values of step 0."""
+    called: CalledModule
+    """The target of the calls of the declared module."""
     optimizer_factory: ScriptOptimizerFactory
     dataset: Dataset
     collate: Callable[[list[Any]], Any]
@@ -43,6 +44,12 @@ class Declaration:
     reading: ReadingSettings = field(default_factory=ReadingSettings)
     begin_reader: Callable[[int], None] | None = None
     """The loader's `worker_init_fn`."""
+
+    @property
+    def model(self) -> nn.Module:
+        """The declared module; from the script's first step on its values are others."""
+        assert self.called.declared is not None
+        return self.called.declared
 
     @property
     def batch(self) -> int:

@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
+from typing import Any
 from weakref import finalize
 
 from torch import nn
 
+from pipelines.loop.called_module import CalledModule
 from pipelines.loop.declaration import Declaration
-from pipelines.loop.prepared import CalledModule
 from pipelines.loop.run import Run
-from pipelines.loop.step import Step
-from pipelines.loop.thread import LoopThread
+from pipelines.loop.script_values import ScriptValues
+from pipelines.loop.step import Engine, Step
+from pipelines.loop.stepping import LoopOptimizerFactory
+from pipelines.loop.thread import Answer, Begin, Committed, LoopThread, Request
 from pipelines.training.custom.custom_module import seeded
 from pipelines.training.workload.workload import LossSums
 
@@ -21,7 +23,7 @@ ScriptFunction = Callable[[Run], None]
 
 
 class Loop:
-    """Runs a script up to its first step, and then passes it each step.
+    """Runs a script up to the body of its first step, and then each body, as the run needs it.
 
     A script that is stuck in a collective that will never complete is abandoned, and restarted on a
     new thread. The values of its own variables are then lost, as on a worker that has just joined.
@@ -31,38 +33,92 @@ class Loop:
         """Every generator is seeded with `seed` before the script begins."""
         self._script = script
         self._seed = seed
+        self.is_first_worker = False
+        self.called: CalledModule
+        self.declaration: Declaration
+        self.request: Request | None = None
+        """What the script waits for on its way."""
+        self._at: Step | None = None
+        """The step at whose body the script waits, or up to which it runs."""
+        self._thread: LoopThread
         self._begin()
 
     @property
     def is_busy(self) -> bool:
-        """Whether a step is being computed."""
-        return self._thread.is_busy
+        """Whether the script runs; only a thread that was abandoned can find it so."""
+        return self._thread.is_running
 
     def restart_script(self) -> None:
         """Abandon the running script, and run it up to its first step again."""
         self._abandon()
         self._begin()
 
-    def take(self, step: Step, module: nn.Module) -> list[LossSums]:
+    @property
+    def optimizer_factory(self) -> LoopOptimizerFactory:
+        return LoopOptimizerFactory(lambda: self.declaration.optimizer_factory)
+
+    @property
+    def values(self) -> ScriptValues:
+        return self.declaration.optimizer_factory.values
+
+    def begin(self, number: int, epoch: int, values: Callable[[], list[float]]) -> None:
+        """Bring the script to the body of a step, unless it is there or on its way.
+
+        `values` are the script's numbers at the beginning of the step.
+        """
+        if self.is_busy or (self._at and self._at.number != number):
+            self.restart_script()
+        if self._at is None:
+            self.values.kept = values()
+            self._at = Step(number, self.called, epoch)
+            self._resume(Begin(self._at))
+            self.await_arrival()
+
+    def commit(self, number: int, epoch: int) -> None:
+        """Let the script run from the end of its body to that of step `number`, 0 for none."""
+        self._at = Step(number, self.called, epoch) if number else None
+        self._resume(Committed(self._at))
+
+    def await_arrival(self) -> None:
+        """Wait until the script has arrived at its next body, or requests something."""
+        self.request = self._thread.arrival()
+
+    def answer(self, value: Any) -> None:
+        """Answer the script's request, and wait for its next or for its arrival."""
+        self.request = None
+        self._thread.resume(Answer(value))
+        self.await_arrival()
+
+    def compute(self, engine: Engine, module: nn.Module) -> list[LossSums]:
         """The losses that the loop's body computes for a step with this worker's module.
 
         Raises what the body raises.
         """
-        if self.is_busy:
-            self.restart_script()
-        thread, part = self._thread, self._part
-        step.on_enter = partial(part.open, module, step)
+        self.called.part = module
+        self._at = None
         try:
-            return thread.take(step)
+            return self._thread.compute(engine)
         finally:
-            part.close()
+            self.called.part = None
+
+    def _resume(self, turn: Begin | Committed) -> None:
+        self.called.is_first_worker = self.is_first_worker
+        self.called.begin_training()
+        self._thread.resume(turn)
 
     def _begin(self) -> None:
-        self._part = part = CalledModule()
+        self._thread = thread = LoopThread(
+            lambda thread: script(
+                Run(thread.steps, called, lambda: thread.request(Request.EVALUATION))
+            )
+        )
         script = self._script
-        self._thread = LoopThread(lambda thread: script(Run(thread.steps, part)))
+        self.called = called = CalledModule(
+            lambda: thread.request(Request.WEIGHTS), lambda: thread.is_current
+        )
+        self.request, self._at = None, None
         self._abandon = finalize(self, self._thread.abandon)
         # A thread that frees tensors while the interpreter exits would abort the process.
         self._abandon.atexit = False
         with seeded(self._seed):
-            self.declaration: Declaration = self._thread.declared()
+            self.declaration = self._thread.declared()

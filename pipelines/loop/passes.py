@@ -8,7 +8,7 @@ from typing import Any
 from torch import Tensor
 
 from pipelines.loop.loop import Loop
-from pipelines.loop.step import Microbatch, Step
+from pipelines.loop.step import Microbatch
 from pipelines.training.passes.pass_size import PassSize
 from pipelines.training.passes.passes import SequentialPasses
 from pipelines.training.passes.running_buffers import RunningBuffers
@@ -28,12 +28,9 @@ class LoopPasses(SequentialPasses):
         moving: RunningBuffers,
         size: PassSize,
         loop: Loop,
-        is_first_worker: bool,
     ) -> None:
         super().__init__(workload, sharded, parallel, moving, size)
         self.loop = loop
-        self.is_first_worker = is_first_worker
-        self.step = self.epoch = 0
 
     def agree_on_size(self) -> int:
         """One microbatch: the loop's body sees each of `step.batches()`."""
@@ -41,8 +38,7 @@ class LoopPasses(SequentialPasses):
 
     def train(self, microbatch_inputs: Iterable[Any], num_rounds: int) -> list[LossSums]:
         engine = LoopEngine(iter(microbatch_inputs), num_rounds, self.sharded, self.moving)
-        step = Step(self.step, engine, self.epoch, self.is_first_worker)
-        return self.loop.take(step, self.module)
+        return self.loop.compute(engine, self.module)
 
 
 class LoopEngine:

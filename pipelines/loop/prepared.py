@@ -1,7 +1,8 @@
-"""Wrappers that `run.prepare` returns for a model, an optimizer, a scheduler and a loader."""
+"""What `run.prepare` returns for a model, an optimizer, a scheduler and a loader."""
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any, NoReturn
 
@@ -10,95 +11,123 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from actors.distributed.torch_private import leads_to_tensors
+from pipelines.loop.called_module import CalledModule, Moment
 from pipelines.loop.errors import LoopMisused
-from pipelines.loop.step import Step
+
+CALLED = "_elastic_called"
 
 
 class PreparedModel(nn.Module):
-    """Wrapper of a model: a call runs this worker's current part of it, which a reshard replaces.
+    """Base of the class that a prepared model gets in addition to its own.
 
-    Before the first step it gives access to the original parameters. From then on they are sharded
-    and not accessible here.
+    Within a step, calls and attributes are those of this worker's part of the model. Between two
+    steps the model has the trained values, gathered from all workers when they are first used.
     """
 
-    def __init__(self, declared: nn.Module, part: CalledModule) -> None:
-        super().__init__()
-        object.__setattr__(self, "_declared", declared)  # not registered as a submodule
-        object.__setattr__(self, "_part", part)
-
     def __call__(self, *inputs: Any, **keywords: Any) -> Any:
-        return self._part.call(*inputs, **keywords)
+        called = _called(self)
+        if called.moment is Moment.IN_STEP:
+            return called.call(inputs, keywords)
+        _refresh(self)
+        return super().__call__(*inputs, **keywords)
+
+    def __getattr__(self, name: str) -> Any:
+        called = self.__dict__.get(CALLED)
+        if called is not None and called.moment is Moment.IN_STEP:
+            return getattr(called.part, name)
+        if called is not None and leads_to_tensors(self, name):
+            _refresh(self)
+        return super().__getattr__(name)
 
     def train(self, mode: bool = True) -> PreparedModel:
-        if not mode and self._part.is_training:
+        if _called(self).moment is not Moment.IN_STEP:
+            super().train(mode)
+        elif not mode:
             raise LoopMisused(
                 "model.eval(): not possible within a step; declare held-out data with "
-                "run.evaluation(dataset, losses) before the loop, and the run evaluates them "
-                "between steps"
+                "run.evaluation(dataset, losses) before the loop, or evaluate between two steps"
             )
         return self
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Does nothing within a step: the run zeroes the gradients."""
+        if _called(self).moment is not Moment.IN_STEP:
+            super().zero_grad(set_to_none)
+
     def named_parameters(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._before_training("parameters").named_parameters(*arguments, **keywords)
+        _refuse_in_step(self, "parameters")
+        return super().named_parameters(*arguments, **keywords)
 
     def named_buffers(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._before_training("buffers").named_buffers(*arguments, **keywords)
+        _refuse_in_step(self, "buffers")
+        return super().named_buffers(*arguments, **keywords)
 
     def state_dict(self, *arguments: Any, **keywords: Any) -> Any:
-        return self._before_training("state_dict").state_dict(*arguments, **keywords)
+        _refuse_in_step(self, "state_dict")
+        return super().state_dict(*arguments, **keywords)
 
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._part.module or self._declared, name)
-
-    def _before_training(self, what: str) -> nn.Module:
-        if self._part.is_training:
-            raise LoopMisused(
-                f"model.{what}: within the loop these are sharded over the workers; read whole "
-                "ones from the run's checkpoints"
-            )
-        module: nn.Module = self._declared
-        return module
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Copies and files have the model's own class."""
+        _refuse_in_step(self, "copies")
+        return plain(self).__reduce_ex__(protocol)
 
 
-class CalledModule:
-    """The target of the model's calls: this worker's module in the current step."""
+def prepare_model(model: nn.Module, called: CalledModule) -> nn.Module:
+    """The same model, whose calls reach `called`."""
+    if isinstance(model, PreparedModel):  # one that the script makes once a process
+        model.__dict__[CALLED] = called
+        called.declare(model)
+        return model
+    own = type(model)
+    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    called.declare(model)
+    model.__dict__[CALLED] = called
+    model.__class__ = type(own.__name__, (PreparedModel, own), names)
+    return model
 
-    def __init__(self) -> None:
-        self.module: nn.Module | None = None
-        self.is_training = False
-        self.is_first_worker = False
-        self._note: Callable[[BaseException], None] = _ignore
 
-    def open(self, module: nn.Module, step: Step) -> None:
-        """Enter a step, which is notified of errors in calls."""
-        self.module, self._note, self.is_training = module, step.note, True
-        self.is_first_worker = step.is_first_worker
+def plain(model: nn.Module) -> nn.Module:
+    """A view of a model that was prepared, with its own class; it shares all tensors."""
+    if not isinstance(model, PreparedModel):
+        return model
+    own = type(model).__mro__[2]
+    view: nn.Module = object.__new__(own)
+    view.__dict__.update({key: value for key, value in vars(model).items() if key != CALLED})
+    return view
 
-    def close(self) -> None:
-        """Leave the step."""
-        self.module, self._note = None, _ignore
 
-    def call(self, *inputs: Any, **keywords: Any) -> Any:
-        if self.module is None:
-            raise LoopMisused(
-                "model(...): called outside of `with step:`, where it has no values; before the "
-                "loop, call the module that was passed to run.prepare"
-            )
-        try:
-            return self.module(*inputs, **keywords)
-        except BaseException as error:
-            self._note(error)
-            raise
+def _called(model: nn.Module) -> CalledModule:
+    called: CalledModule = model.__dict__[CALLED]
+    return called
+
+
+def _refresh(model: nn.Module) -> None:
+    called = _called(model)
+    if called.moment is Moment.BETWEEN_STEPS:
+        called.refresh()
+
+
+def _refuse_in_step(model: nn.Module, what: str) -> None:
+    if _called(model).moment is Moment.IN_STEP:
+        raise LoopMisused(
+            f"model.{what}: within a step these are sharded over the workers; use them between "
+            "two steps, and clip gradients with run.steps(..., max_grad_norm=...)"
+        )
+    _refresh(model)
 
 
 class PreparedOptimizer:
-    """Wrapper of an optimizer: the run steps it, so `step` and `zero_grad` do nothing."""
+    """Wrapper of an optimizer: the run steps it when the step commits, with the hyperparameters
+    that its groups have when the script calls `step`."""
 
-    def __init__(self, declared: Optimizer) -> None:
+    def __init__(self, declared: Optimizer, take: Callable[[], None]) -> None:
         self.declared = declared
+        self._take = take
 
     def step(self) -> None:
-        """Does nothing: the run steps the optimizer when the step commits."""
+        """Fixes the hyperparameters of the present step; the run steps when it commits."""
+        self._take()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: the run zeroes the gradients."""
@@ -116,20 +145,22 @@ class PreparedOptimizer:
 
 
 class PreparedScheduler:
-    """Wrapper of a scheduler: the run steps it once a step, so `step` does nothing."""
+    """Wrapper of a scheduler, whose state is part of the run's; the script steps it."""
 
-    def __init__(self, declared: LRScheduler) -> None:
+    def __init__(self, declared: LRScheduler, before_step: Callable[[], None]) -> None:
         self.declared = declared
+        self._before_step = before_step
 
-    def step(self) -> None:
-        """Does nothing: the run steps the schedule."""
+    def step(self, *arguments: Any, **keywords: Any) -> None:
+        """Step the schedule; within a step it counts from the next step on."""
+        self._before_step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # "scheduler before optimizer.step()"
+            self.declared.step(*arguments, **keywords)
 
-    def __getattr__(self, name: str) -> NoReturn:
+    def __getattr__(self, name: str) -> Any:
         _refuse_private(name)
-        raise LoopMisused(
-            f"scheduler.{name}: not available after run.prepare: the run owns the schedule; "
-            "metrics.jsonl has each step's learning rate"
-        )
+        return getattr(self.declared, name)
 
 
 class PreparedLoader:
@@ -147,10 +178,6 @@ class PreparedLoader:
 
     def __iter__(self) -> NoReturn:
         raise LoopMisused("the loader cannot be iterated: loop over `step.batches()` instead")
-
-
-def _ignore(error: BaseException) -> None:
-    """No step needs to know of the error."""
 
 
 def _refuse_private(name: str) -> None:

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
 from torch import nn
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
+from actors.runtime.program import Evaluation
+from pipelines.loop.called_module import CalledModule, Moment
 from pipelines.loop.declaration import Declaration, EvaluationSetup
 from pipelines.loop.errors import LoopMisused
 from pipelines.loop.prepared import (
-    CalledModule,
     PreparedLoader,
-    PreparedModel,
     PreparedOptimizer,
     PreparedScheduler,
+    prepare_model,
 )
 from pipelines.loop.step import Step
 from pipelines.loop.stepping import ScriptOptimizerFactory
@@ -28,13 +30,21 @@ from pipelines.settings.recipe import Dataset
 class Run:
     """The argument of the script's function: call `prepare`, then loop over `steps`."""
 
-    def __init__(self, begin: Callable[[Declaration], Iterator[Step]], part: CalledModule) -> None:
-        """`begin` starts the steps of a declaration; `part` receives the model's calls."""
+    def __init__(
+        self,
+        begin: Callable[[Declaration], Iterator[Step]],
+        part: CalledModule,
+        evaluate: Callable[[], Evaluation],
+    ) -> None:
+        """`begin` starts the steps of a declaration; `part` receives the model's calls; `evaluate`
+        evaluates on all workers."""
         self._begin = begin
         self._part = part
+        self._evaluate = evaluate
         self._model: nn.Module | None = None
         self._optimizer: Optimizer | None = None
-        self._scheduler: LRScheduler | None = None
+        self._schedulers: list[LRScheduler] = []
+        self._factory: ScriptOptimizerFactory | None = None
         self._loader: DataLoader[Any] | None = None
         self._evaluation: EvaluationSetup | None = None
 
@@ -59,6 +69,19 @@ class Run:
         `losses(model, batch)` is the mean loss over a microbatch; each metric is a mean likewise.
         """
         self._evaluation = EvaluationSetup(dataset, losses, metrics)
+
+    def evaluate(self) -> dict[str, float]:
+        """The loss and the metrics of the held-out samples now, between two steps.
+
+        The keys are "loss" and the names of the metrics. All workers must call it.
+        """
+        if self._evaluation is None:
+            raise LoopMisused("run.evaluate: declare the samples with run.evaluation first")
+        if self._part.moment is not Moment.BETWEEN_STEPS:
+            raise LoopMisused("run.evaluate: call it in the loop, before or after `with step:`")
+        evaluation = self._evaluate()
+        loss = math.nan if evaluation.loss is None else evaluation.loss
+        return {"loss": loss, **evaluation.metrics}
 
     def steps(
         self, num_steps: int, microbatches: int = 8, max_grad_norm: float | None = None
@@ -87,11 +110,12 @@ class Run:
             missing = [kind for kind, item in kinds.items() if item is None]
             raise LoopMisused(f"run.steps: pass run.prepare the {' and the '.join(missing)} first")
         names = {parameter: name for name, parameter in model.named_parameters()}
+        self._factory = ScriptOptimizerFactory(optimizer, self._schedulers, names, max_grad_norm)
         dataset = loader.dataset
         assert loader.batch_size is not None and isinstance(dataset, Sized)
         return Declaration(
-            model,
-            ScriptOptimizerFactory(optimizer, self._scheduler, names, max_grad_norm),
+            self._part,
+            self._factory,
             dataset,
             loader.collate_fn,
             loader.batch_size,
@@ -102,28 +126,36 @@ class Run:
             loader.worker_init_fn,
         )
 
+    def _take_hyperparameters(self) -> None:
+        """Called where a script would step its optimizer."""
+        if self._factory is not None and self._part.moment is Moment.IN_STEP:
+            self._factory.values.take()
+
+    def _before_schedule(self) -> None:
+        self._part.refuse_unread()
+        self._take_hyperparameters()
+
     def _prepared(self, item: Any) -> Any:
         match item:
             case nn.Module():
                 _refuse_second(self._model, "model")
                 self._model = item
-                return PreparedModel(item, self._part)
+                return prepare_model(item, self._part)
             case Optimizer():
                 _refuse_second(self._optimizer, "optimizer")
                 self._optimizer = item
-                return PreparedOptimizer(item)
-            case LRScheduler() if not isinstance(item, ReduceLROnPlateau):
-                _refuse_second(self._scheduler, "scheduler")
-                self._scheduler = item
-                return PreparedScheduler(item)
+                return PreparedOptimizer(item, self._take_hyperparameters)
+            case LRScheduler():
+                self._schedulers.append(item)
+                return PreparedScheduler(item, self._before_schedule)
             case DataLoader():
                 _refuse_second(self._loader, "loader")
                 _refuse_other_order(item)
                 self._loader = item
                 return PreparedLoader(item)
         raise LoopMisused(
-            f"run.prepare: cannot prepare {type(item).__name__}; pass a model, an optimizer, a "
-            "learning-rate scheduler that needs no metric, and a DataLoader"
+            f"run.prepare: cannot prepare {type(item).__name__}; pass a model, an optimizer, "
+            "learning-rate schedulers, and a DataLoader"
         )
 
 

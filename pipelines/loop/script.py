@@ -12,9 +12,11 @@ from typing import Any, Literal, NoReturn
 import torch
 from torch import Tensor, nn
 
+from actors.runtime.program import Evaluation
+from pipelines.loop.called_module import CalledModule
 from pipelines.loop.declaration import Declaration, NotDeclared
 from pipelines.loop.errors import LoopMisused
-from pipelines.loop.prepared import CalledModule
+from pipelines.loop.prepared import plain
 from pipelines.loop.run import Run
 from pipelines.loop.step import Step
 from pipelines.settings import CustomModelSettings, TrainSettings
@@ -57,10 +59,9 @@ def script_of(function: Callable[[Run], None]) -> Script:
 
     Raises `UserError` if it ends before, and what the function raises.
     """
-    part = CalledModule()
     try:
         with seeded(TrainSettings().seed):
-            function(Run(_declare, part))
+            function(Run(_declare, CalledModule(), lambda: Evaluation(None)))
     except _Declared as declared:
         return Script(function, settings_of(declared.declaration))
     raise NotDeclared(
@@ -84,14 +85,13 @@ def settings_of(declaration: Declaration) -> TrainSettings:
 
 def recipe_of(declaration: Declaration, settings: TrainSettings) -> Recipe:
     """A recipe of what was declared, without the training passes, which the loop drives."""
-    evaluation = declaration.evaluation
+    evaluation, dataset = declaration.evaluation, declaration.dataset
     return Recipe(
-        model=partial(_copied, declaration.model),
+        model=partial(_copied, plain(declaration.model)),
         loss=_no_held_out_data,
         optimizer=declaration.optimizer_factory.build,
-        schedule=declaration.optimizer_factory.rate,
         max_grad_norm=declaration.optimizer_factory.max_grad_norm,
-        data=lambda: declaration.dataset,
+        data=lambda: dataset,
         held_out=(lambda: evaluation.dataset) if evaluation else None,
         evaluation=evaluation.losses if evaluation else None,
         metrics=evaluation.metrics if evaluation else {},

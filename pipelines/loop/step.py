@@ -10,6 +10,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
+from pipelines.loop.called_module import CalledModule
 from pipelines.loop.errors import LoopMisused
 from pipelines.training.workload.workload import LossSums, at_least_float32
 
@@ -49,32 +50,37 @@ class Step:
     script ends the run with its traceback.
     """
 
-    def __init__(
-        self,
-        number: int,
-        engine: Engine,
-        epoch: int = 0,
-        is_first_worker: bool = True,
-    ) -> None:
+    def __init__(self, number: int, model: CalledModule, epoch: int = 0) -> None:
         self.number = number
         """Counted from 1."""
         self.epoch = epoch
         """How often the data were read completely before this step."""
-        self.is_first_worker = is_first_worker
-        """True on exactly one worker, for output that should appear once."""
         self.committed = False
         """Whether the step committed, known after the block; if not, the same step follows."""
-        self.on_enter: Callable[[], None] = _nothing
-        self.on_finish: Callable[[list[LossSums] | BaseException], None] = _ignore
-        self._engine = engine
+        self.on_enter: Callable[[], Engine] = _not_begun
+        self.on_finish: Callable[[list[LossSums] | BaseException], bool] = _ignore
+        self._model = model
+        self._engine: Engine | None = None
         self._open: Microbatch | None = None
         self._sums: list[LossSums] = []
         self._failure: BaseException | None = None
         self._is_entered = self._is_over = False
 
+    @property
+    def is_first_worker(self) -> bool:
+        """True on exactly one worker, for output that should appear once."""
+        self._model.has_diverged = True
+        return self._model.is_first_worker
+
+    @property
+    def is_reading(self) -> bool:
+        """Whether microbatches remain without a backward pass."""
+        return self._engine is not None and len(self._sums) < self._engine.num_microbatches
+
     def __enter__(self) -> Step:
         self._is_entered = True
-        self.on_enter()
+        self._engine = self.on_enter()
+        self._model.enter(self)
         return self
 
     def __exit__(
@@ -95,10 +101,11 @@ class Step:
 
     def batches(self) -> Iterator[Any]:
         """This worker's microbatches of the step; call `backward` once for each."""
-        for _ in range(self._engine.num_microbatches):
+        engine = self._entered()
+        for _ in range(engine.num_microbatches):
             self._check_closed()
             try:
-                microbatch = self._engine.next()
+                microbatch = engine.next()
             except BaseException as error:
                 self.note(error)
                 raise
@@ -113,6 +120,7 @@ class Step:
         of which some are masked. A step's gradient is that of the mean over all its microbatches,
         whatever the number of workers.
         """
+        engine = self._entered()
         microbatch, self._open = self._open, None
         if microbatch is None:
             raise self._misused("call `step.backward` once for each of `step.batches()`")
@@ -122,7 +130,7 @@ class Step:
         count = torch.as_tensor(weight if microbatch.num_samples else 0, device=loss.device)
         count = count.detach().reshape(())
         try:
-            self._engine.forwarded(count)
+            engine.forwarded(count)
             total = at_least_float32(loss.reshape(())) * count
             total.backward()
         except BaseException as error:
@@ -146,14 +154,15 @@ class Step:
 
     def _finish(self) -> None:
         self._is_over = True
+        self._model.leave()
         failure, self._failure = self._failure, None
         sums, self._sums = self._sums, []
-        self.on_finish(sums if failure is None else failure)
+        self.committed = self.on_finish(sums if failure is None else failure)
 
     def _unread(self) -> str | None:
         if self._open is not None:
             return "a microbatch got no `step.backward(loss)`; call it once for each"
-        expected = self._engine.num_microbatches
+        expected = self._entered().num_microbatches
         missing = expected - len(self._sums)
         if missing:
             return (
@@ -161,6 +170,11 @@ class Step:
                 "`step.batches()`, without `break`"
             )
         return None
+
+    def _entered(self) -> Engine:
+        if self._engine is None:
+            raise self._misused("its microbatches exist only within `with step:`")
+        return self._engine
 
     def _check_closed(self) -> None:
         if self._open is not None:
@@ -174,9 +188,10 @@ class Step:
         return error
 
 
-def _nothing() -> None:
-    """The step has nothing to open yet."""
+def _not_begun() -> Engine:
+    raise LoopMisused("a step that `run.steps` has not returned")
 
 
-def _ignore(outcome: list[LossSums] | BaseException) -> None:
-    """No thread waits for the outcome yet."""
+def _ignore(outcome: list[LossSums] | BaseException) -> bool:
+    """No thread waits for the outcome."""
+    return False

@@ -1,63 +1,61 @@
-"""A script's optimizer and scheduler, adapted so that the run steps them on any shards."""
+"""A script's optimizer, adapted so that the run steps it on any shards."""
 
 from __future__ import annotations
 
-import warnings
 from collections import defaultdict
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from pipelines.loop.errors import LoopMisused
+from pipelines.loop.script_values import PARAMETERS, ScriptValues
 
-NO_PARAMETERS = "params"
-BASE_LR, LR = "initial_lr", "lr"
+NUMBER = "script_group"
+"""The key of a group's number among the script's groups."""
 
 
 class ScriptOptimizerFactory:
-    """A script's optimizer and scheduler as an `OptimizerFactory`.
+    """A script's optimizer as an `OptimizerFactory`.
 
     See `pipelines.training.workload.optimizer.OptimizerFactory`. For each set of shards a new
-    optimizer is built as unpickling builds it, so any optimizer class works. The scheduler is
-    stepped once a step, ahead of time, on the script's original optimizer, which steps no
-    parameters.
+    optimizer is built as unpickling builds it, so any optimizer class works. Its groups have the
+    hyperparameters that the script gives them, by hand or by schedulers; see `ScriptValues`.
     """
 
     def __init__(
         self,
         optimizer: Optimizer,
-        scheduler: LRScheduler | None,
+        schedulers: Sequence[LRScheduler],
         names: Mapping[nn.Parameter, str],
         max_grad_norm: float | None,
     ) -> None:
         """`names` are the names of the model's parameters.
 
         Raises `LoopMisused` for an optimizer of other parameters, and for a scheduler of another
-        optimizer.
+        optimizer or one that the run does not know.
         """
-        if scheduler is not None and scheduler.optimizer is not optimizer:
-            raise LoopMisused(
-                "run.prepare: the scheduler belongs to another optimizer; build it with the "
-                "optimizer that is prepared"
-            )
+        _refuse_foreign(optimizer, schedulers)
         self.max_grad_norm = max_grad_norm
+        self.values = ScriptValues(optimizer, schedulers)
         self._optimizer = optimizer
-        self._scheduler = scheduler
         self._groups = [
-            {key: value for key, value in group.items() if key != NO_PARAMETERS}
-            | {LR: group.get(BASE_LR, group[LR])}
-            for group in optimizer.param_groups
+            {key: value for key, value in group.items() if key != PARAMETERS} | {NUMBER: number}
+            for number, group in enumerate(optimizer.param_groups)
         ]
         self._group_of = {
             _name_of(parameter, names): number
             for number, group in enumerate(optimizer.param_groups)
-            for parameter in group[NO_PARAMETERS]
+            for parameter in group[PARAMETERS]
         }
         self._refuse_unstepped(names)
-        self._rates = [self._rate_now()]
+
+    @property
+    def initial_values(self) -> Tensor:
+        return torch.tensor(self.values.kept, dtype=torch.float64)
 
     def build(self, shards: Sequence[tuple[str, Tensor]]) -> Optimizer:
         """An optimizer with the script's parameter groups that have a shard on this worker."""
@@ -65,7 +63,7 @@ class ScriptOptimizerFactory:
         for name, shard in shards:
             members[self._group_of[name]].append(shard)
         groups = [
-            {NO_PARAMETERS: shards_of_group, **settings}
+            {PARAMETERS: shards_of_group, **settings}
             for shards_of_group, settings in zip(members, self._groups, strict=True)
             if shards_of_group
         ]
@@ -79,40 +77,12 @@ class ScriptOptimizerFactory:
         )
         return built
 
-    def rate(self, step: int) -> float:
-        """The factor of all learning rates at a step, counted from 1.
-
-        Raises `LoopMisused` for a scheduler that changes more than learning rates, or changes them
-        by different factors in different groups.
-        """
-        while len(self._rates) < step and self._scheduler is not None:
-            with warnings.catch_warnings():
-                warnings.simplefilter("ignore", UserWarning)  # "scheduler before optimizer.step()"
-                self._scheduler.step()
-            self._rates.append(self._rate_now())
-        return self._rates[min(step, len(self._rates)) - 1]
-
-    def _rate_now(self) -> float:
-        rates = []
-        for group, settings in zip(self._optimizer.param_groups, self._groups, strict=True):
-            if not settings[LR]:
-                raise LoopMisused(
-                    "run.prepare: a group of parameters has learning rate 0; freeze them instead "
-                    "(requires_grad_(False))"
-                )
-            changed = [k for k, v in settings.items() if k != LR and _differ(group[k], v)]
-            if changed:
-                raise LoopMisused(
-                    f"run.prepare: {type(self._scheduler).__name__} also changes {changed[0]}; "
-                    "only learning rates can follow a schedule"
-                )
-            rates.append(float(group[LR]) / float(settings[LR]))
-        if max(rates) - min(rates) > 1e-9 * max(map(abs, rates)):
-            raise LoopMisused(
-                f"run.prepare: {type(self._scheduler).__name__} changes the groups of parameters "
-                "by different factors; only one factor for all is supported"
-            )
-        return rates[0]
+    def schedule(self, step: int, groups: Sequence[dict[str, Any]]) -> None:
+        """Give the groups what the script's groups had when the script would have stepped."""
+        self.values.take()
+        assert self.values.taken is not None
+        for group in groups:
+            group |= self.values.taken[group[NUMBER]]
 
     def _refuse_unstepped(self, names: Mapping[nn.Parameter, str]) -> None:
         missing = [
@@ -127,6 +97,41 @@ class ScriptOptimizerFactory:
             )
 
 
+class LoopOptimizerFactory:
+    """The optimizer factory of a loop's present script, which a restart replaces."""
+
+    def __init__(self, present: Callable[[], ScriptOptimizerFactory]) -> None:
+        self._present = present
+
+    @property
+    def max_grad_norm(self) -> float | None:
+        return self._present().max_grad_norm
+
+    @property
+    def initial_values(self) -> Tensor:
+        return self._present().initial_values
+
+    def build(self, shards: Sequence[tuple[str, Tensor]]) -> Optimizer:
+        return self._present().build(shards)
+
+    def schedule(self, step: int, groups: Sequence[dict[str, Any]]) -> None:
+        self._present().schedule(step, groups)
+
+
+def _refuse_foreign(optimizer: Optimizer, schedulers: Sequence[LRScheduler]) -> None:
+    if any(scheduler.optimizer is not optimizer for scheduler in schedulers):
+        raise LoopMisused(
+            "run.prepare: the scheduler belongs to another optimizer; build it with the "
+            "optimizer that is prepared"
+        )
+    # A scheduler wraps the `step` of its optimizer.
+    if "step" in vars(optimizer) and not schedulers:
+        raise LoopMisused(
+            "run.prepare: the optimizer has a learning-rate scheduler; pass it, too, so that its "
+            "state survives a change of the workers"
+        )
+
+
 def _name_of(parameter: nn.Parameter, names: Mapping[nn.Parameter, str]) -> str:
     if parameter not in names:
         raise LoopMisused(
@@ -134,7 +139,3 @@ def _name_of(parameter: nn.Parameter, names: Mapping[nn.Parameter, str]) -> str:
             "the model does not have"
         )
     return names[parameter]
-
-
-def _differ(first: Any, second: Any) -> bool:
-    return bool(first != second)

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from enum import Enum
 from queue import SimpleQueue
+from typing import Any, NoReturn
 
 from actors.runtime.machine import flush_denormals
 from actors.runtime.substitute_thread import substituted_by
 from pipelines.loop.declaration import Declaration, NotDeclared
 from pipelines.loop.errors import LoopMisused
-from pipelines.loop.step import Step
+from pipelines.loop.script_values import ScriptValues
+from pipelines.loop.step import Engine, Step
 from pipelines.training.workload.workload import LossSums
 
 
@@ -18,25 +22,75 @@ class Abandoned(BaseException):
     """Unwinds an abandoned function; a user's `except Exception` does not catch it."""
 
 
-Outcome = Declaration | list[LossSums] | BaseException
+class Request(Enum):
+    """What a script asks of all workers between two steps."""
+
+    WEIGHTS = 1
+    EVALUATION = 2
+
+
+class Arrived(Enum):
+    """Where a script waits."""
+
+    AT_STEP = 1
+    BEHIND_LOOP = 2
+
+
+@dataclass(frozen=True)
+class Begin:
+    """Run up to the body of a step; the step before has not committed, if there was one."""
+
+    step: Step
+
+
+@dataclass(frozen=True)
+class Committed:
+    """The step has committed: run up to the body of the next, if there is one."""
+
+    next_step: Step | None
+
+
+@dataclass(frozen=True)
+class Compute:
+    """Run the body."""
+
+    engine: Engine
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The answer to a request."""
+
+    value: Any
+
+
+Turn = Begin | Committed | Compute | Answer | None
+"""None: the thread is abandoned."""
+Outcome = Declaration | Arrived | Request | list[LossSums] | BaseException
 
 
 class LoopThread:
     """Runs `function(thread)`, which gets its steps from this object.
 
-    The training thread waits while the loop computes, and the loop waits between two steps: they
-    never run at the same time. `declared` and `take` raise what the function raises.
+    The training thread waits while the script runs, and the script waits at the body of each step
+    and behind it: they never run at the same time. What waits raises what the function raises.
     """
 
     def __init__(self, function: Callable[[LoopThread], None]) -> None:
         self._function = function
-        self._turns: SimpleQueue[Step | None] = SimpleQueue()
+        self._turns: SimpleQueue[Turn] = SimpleQueue()
         self._outcomes: SimpleQueue[Outcome] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="loop", daemon=True)
         self._end: BaseException | None = None
         self._step: Step | None = None
-        self.is_busy = False
-        """Whether a step is being computed."""
+        self._next: Step | None = None
+        self.is_running = False
+        """Whether the script runs; the training thread then waits, unless it was abandoned."""
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the calling thread is the script's."""
+        return threading.current_thread() is self._thread
 
     def declared(self) -> Declaration:
         """Start the function, and return its declaration when it requests its first step.
@@ -44,68 +98,113 @@ class LoopThread:
         Raises what the function raises, and `UserError` if it ends without a step.
         """
         self._thread.start()
-        with substituted_by(self._thread):
-            outcome = self._outcomes.get()
-        if isinstance(outcome, BaseException):
-            raise outcome
+        outcome = self._outcome()
         assert isinstance(outcome, Declaration)
         return outcome
 
-    def take(self, step: Step) -> list[LossSums]:
-        """Let the loop's body compute a step. Raises what the body raises."""
+    def resume(self, turn: Begin | Committed | Answer) -> None:
+        """Let the script run between two bodies; see `arrival`."""
         if self._end is not None:
             raise self._end
-        self.is_busy = True
-        self._turns.put(step)
-        with substituted_by(self._thread):
-            outcome = self._outcomes.get()
-        self.is_busy = False
-        if isinstance(outcome, BaseException):
-            try:
-                raise outcome
-            finally:
-                del outcome  # breaks the reference cycle of this frame and the traceback
+        self.is_running = True
+        self._turns.put(turn)
+
+    def arrival(self) -> Request | None:
+        """Wait until the script arrives at the body of its next step or behind the loop.
+
+        Returns what it requests on its way, None if it has arrived.
+        """
+        outcome = self._outcome()
+        assert isinstance(outcome, Arrived | Request)
+        return outcome if isinstance(outcome, Request) else None
+
+    def compute(self, engine: Engine) -> list[LossSums]:
+        """Let the loop's body compute the step at which the script has arrived."""
+        self.is_running = True
+        self._turns.put(Compute(engine))
+        outcome = self._outcome()
         assert isinstance(outcome, list)
         return outcome
 
     def abandon(self) -> None:
-        """Stop waiting for the function; it ends when it requests another step."""
+        """Stop waiting for the function; it ends when it next waits."""
         self._turns.put(None)
 
     def steps(self, declaration: Declaration) -> Iterator[Step]:
         """The function's steps, until the thread is abandoned."""
         self._outcomes.put(declaration)
-        return self._steps()
+        return self._steps(declaration.optimizer_factory.values)
 
-    def _steps(self) -> Iterator[Step]:
-        step = self._next()
-        while True:
+    def request(self, request: Request) -> Any:
+        """Called by the script between two steps: what all workers then provide together."""
+        self._outcomes.put(request)
+        turn = self._turn()
+        assert isinstance(turn, Answer)
+        return turn.value
+
+    def _outcome(self) -> Outcome:
+        with substituted_by(self._thread):
+            outcome = self._outcomes.get()
+        self.is_running = False
+        if isinstance(outcome, BaseException):
+            try:
+                raise outcome
+            finally:
+                del outcome  # breaks the reference cycle of this frame and the traceback
+        return outcome
+
+    def _steps(self, values: ScriptValues) -> Iterator[Step]:
+        turn = self._turn()
+        assert isinstance(turn, Begin)
+        self._next = turn.step
+        values.restore()
+        while (step := self._next) is not None:
+            self._step = step
+            step.on_enter, step.on_finish = self._enter, self._finish
             yield step
             step.ensure_finished()
-            step = self._latest()
+            if step.committed:
+                values.keep()
+            else:
+                values.restore()
+        self._outcomes.put(Arrived.BEHIND_LOOP)
+        self._wait_for_ever()
 
-    def _finish(self, outcome: Outcome) -> None:
-        """Pass on a step's outcome and wait for the next step; an exception ends the function."""
-        finished = self._latest()
+    def _enter(self) -> Engine:
+        """Called at the start of a step's body."""
+        self._outcomes.put(Arrived.AT_STEP)
+        turn = self._turn()
+        assert isinstance(turn, Compute)
+        return turn.engine
+
+    def _finish(self, outcome: list[LossSums] | BaseException) -> bool:
+        """Pass on a body's outcome, and return whether the step commits."""
         self._outcomes.put(outcome)
-        finished.committed = self._next().number > finished.number
+        turn = self._turn()
+        if isinstance(turn, Committed):
+            self._next = turn.next_step
+            return True
+        assert isinstance(turn, Begin)
+        self._next = turn.step
+        return False
 
-    def _latest(self) -> Step:
-        assert self._step is not None, "no step has begun"
-        return self._step
-
-    def _next(self) -> Step:
-        step = self._turns.get()
-        if step is None:
+    def _turn(self) -> Begin | Committed | Compute | Answer:
+        turn = self._turns.get()
+        if turn is None:
             raise Abandoned
-        step.on_finish = self._finish
-        self._step = step
-        return step
+        return turn
+
+    def _wait_for_ever(self) -> NoReturn:
+        self._turn()
+        raise Abandoned
 
     def _run(self) -> None:
         flush_denormals()
         try:
             self._function(self)
+            if self._step is not None and self._next is None:  # a `break` in the last step
+                self._outcomes.put(Arrived.BEHIND_LOOP)
+                return
             self._end = self._early_end()
         except Abandoned:
             return
@@ -114,11 +213,11 @@ class LoopThread:
         self._outcomes.put(self._end)
 
     def _early_end(self) -> LoopMisused:
-        if self._step is None:
+        if self._next is None:
             return NotDeclared("the script ended without a step: loop over run.steps(num_steps)")
         return LoopMisused(
-            f"step {self._step.number}: the script left the loop before it; to stop there, "
-            f"use run.steps({self._step.number - 1}) or --steps {self._step.number - 1}"
+            f"step {self._next.number}: the script left the loop before it; to stop there, "
+            f"use run.steps({self._next.number - 1}) or --steps {self._next.number - 1}"
         )
 
 

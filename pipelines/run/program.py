@@ -82,6 +82,8 @@ class TrainingProgram:
         # The module of a custom loop exists with its values: drawing a part of it gains nothing.
         most_bytes = inf if self.loop else MAX_WHOLE_BYTES
         self.workload = make_workload(self.settings, data_folder, recipe, most_bytes)
+        if self.loop is not None and isinstance(self.workload, CustomWorkload):
+            self.workload.optimizer_factory = self.loop.optimizer_factory
         runs_whole = isinstance(self.workload, CustomWorkload) and not self.workload.values.is_large
         self._counter = ForwardFlops() if runs_whole else None
 

@@ -85,7 +85,7 @@ def test_bfloat16_keeps_parameters_in_float32_and_similar_losses() -> None:
 
 
 def test_fused_optimizer_on_the_gpu_equals_the_cpu() -> None:
-    settings = OptimizerSettings(weight_decay=0.3)
+    settings = OptimizerSettings(weight_decay=0.3, warmup_steps=8)
     optimizer_factory = AdamWBySettings(settings)
     template = state_templates(optimizer_factory, {"shard": 2}, torch.float64)["shard"]
     generator = torch.Generator().manual_seed(0)
@@ -101,7 +101,8 @@ def test_fused_optimizer_on_the_gpu_equals_the_cpu() -> None:
         optimizer = LocalOptimizer(optimizer_factory, {"shard": shard}, {"shard": state})
         assert optimizer.optimizer.defaults["fused"]
         for step, gradient in enumerate(gradients, start=1):
-            optimizer.step({"shard": gradient.to(device)}, 0.1 / step / settings.lr)
+            optimizer.schedule(step)
+            optimizer.step({"shard": gradient.to(device)})
         results[device] = shard.cpu()
     torch.testing.assert_close(results[DEVICE], results["cpu"], rtol=1e-12, atol=1e-14)
     assert not torch.equal(results["cpu"], start)

@@ -133,13 +133,14 @@ class BadRate(ShardedReplica):
     """The learning rate of one step is not finite."""
 
     def apply(self, step: int, vote: Vote) -> Applied:
-        rate = self.state.optimizer_factory.rate
+        optimizer = self.state.optimizer
         if step == BAD_STEP:
-            self.state.optimizer_factory.rate = lambda step: math.nan
+            optimizer.schedule = lambda step: math.nan
         try:
             return super().apply(step, vote)
         finally:
-            self.state.optimizer_factory.rate = rate
+            if step == BAD_STEP:
+                del optimizer.schedule
 
 
 class OverflowingSum(ShardedReplica):

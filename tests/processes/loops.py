@@ -38,7 +38,7 @@ class Net(nn.Module):
 
 
 def build_training(
-    num_readers: int = 0,
+    num_readers: int = 0, is_scheduled: bool = True
 ) -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader[Any]]:
     torch.manual_seed(3)
     model = Net().double()
@@ -47,7 +47,9 @@ def build_training(
         {"params": [p for p in model.parameters() if p.ndim <= 1]},
     ]
     optimizer = torch.optim.SGD(groups, lr=0.1, momentum=0.9)
-    scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 12)
+    scheduler = None
+    if is_scheduled:
+        scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 12)
     data = TensorDataset(torch.randn(100, 8).double(), torch.arange(100) % 3)
     loader = DataLoader(
         data,
@@ -69,11 +71,13 @@ def train(run: Run, num_readers: int = 0) -> None:
         with step:
             for number, (points, labels) in enumerate(step.batches()):
                 if step.number == KILLED[0] and number == 1:
-                    _die_once(step, "forward")
+                    die_once(step, "forward")
                 loss = nn.functional.cross_entropy(model(points), labels)
                 if step.number == KILLED[1] and number == 1:
-                    loss.register_hook(lambda gradient, step=step: _die_once(step, "backward"))
+                    loss.register_hook(lambda gradient, step=step: die_once(step, "backward"))
                 step.backward(loss)
+        if step.committed:
+            scheduler.step()
         _note(f"steps-{os.getpid()}", " ".join(map(str, step_numbers)))
 
 
@@ -95,10 +99,12 @@ def train_suppressing_exceptions(run: Run) -> None:
             try:
                 for points, labels in step.batches():
                     if step.number == KILLED[0]:
-                        _die_once(step, "forward")
+                        die_once(step, "forward")
                     step.backward(nn.functional.cross_entropy(model(points), labels))
             except Exception:
                 pass
+        if step.committed:
+            scheduler.step()
 
 
 def train_and_raise(run: Run) -> None:
@@ -158,7 +164,7 @@ def plain(
         yield total_loss
 
 
-def _die_once(step: Step, moment: str) -> None:
+def die_once(step: Step, moment: str) -> None:
     """Kill one worker that is not the first, the first time that this is called."""
     folder = os.environ.get(FOLDER)
     if folder is None or step.is_first_worker:

@@ -14,7 +14,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.optim import SGD, Adam
-from torch.optim.lr_scheduler import LambdaLR, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from pipelines.loop import Run, Step
@@ -22,6 +22,7 @@ from pipelines.loop.errors import LoopMisused
 from pipelines.loop.loop import Loop
 from pipelines.loop.script import script_of
 from pipelines.loop.stepping import ScriptOptimizerFactory
+from pipelines.training.workload.workload import LossSums
 
 
 class Microbatch(NamedTuple):
@@ -53,14 +54,19 @@ def declare(run: Run) -> Any:
     return run.prepare(model, SGD(model.parameters(), lr=0.5), make_loader())
 
 
-def make_step(number: int = 1) -> Step:
-    points = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    return Step(
-        number, ListEngine(Microbatch(points, 2), Microbatch(points, 0)), is_first_worker=True
-    )
-
-
 MODULE = nn.Linear(2, 1)
+
+
+def take(loop: Loop, number: int = 1, commits: bool = True) -> list[LossSums]:
+    """Run a step, and let it commit and the script go on to its next body."""
+    points = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
+    engine = ListEngine(Microbatch(points, 2), Microbatch(points, 0))
+    loop.begin(number, 0, lambda: loop.values.kept)
+    sums = loop.compute(engine, MODULE)
+    if commits:
+        loop.commit(number + 1, 0)
+        loop.await_arrival()
+    return sums
 
 
 def test_step_returns_the_loss_sums_of_its_body() -> None:
@@ -75,7 +81,7 @@ def test_step_returns_the_loss_sums_of_its_body() -> None:
                     step.backward((points @ weight).mean())
 
     loop = Loop(script, 0)
-    sums = loop.take(make_step(), MODULE)
+    sums = take(loop)
     assert [(float(part.loss), int(part.num_tokens)) for part in sums] == [(10.0, 2), (0.0, 0)]
     assert weight.grad is not None and weight.grad.tolist() == [4.0, 6.0]
 
@@ -92,9 +98,9 @@ def test_code_after_the_block_sees_whether_the_step_committed() -> None:
             observed_commits.append((step.number, step.committed))
 
     loop = Loop(script, 0)
-    for number in (1, 2, 2, 3):
-        loop.take(make_step(number), MODULE)
-    assert observed_commits == [(1, True), (2, False), (2, True)]
+    for number, commits in ((1, True), (2, False), (2, True), (3, True)):
+        take(loop, number, commits)
+    assert observed_commits == [(1, True), (2, False), (2, True), (3, True)]
 
 
 def leave_microbatches_unread(step: Step) -> None:
@@ -148,7 +154,7 @@ def test_misused_step_is_a_one_line_error(body: Callable[[Step], None], message:
     loop = Loop(script, 0)
     for number in (7, 7):  # the second time the loop receives the same step again
         with pytest.raises(LoopMisused, match=message) as raised:
-            loop.take(make_step(number), MODULE)
+            take(loop, number)
         assert "step 7" in str(raised.value) and "\n" not in str(raised.value)
 
 
@@ -167,11 +173,9 @@ def test_script_that_leaves_its_loop_is_an_error() -> None:
             break
 
     with pytest.raises(LoopMisused, match="write `with step:`"):
-        Loop(enters_no_step, 0).take(make_step(), MODULE)
-    loop = Loop(leaves_after_one_step, 0)
-    assert len(loop.take(make_step(), MODULE)) == 2
+        take(Loop(enters_no_step, 0))
     with pytest.raises(LoopMisused, match="step 2: the script left the loop"):
-        loop.take(make_step(2), MODULE)
+        take(Loop(leaves_after_one_step, 0))
     with pytest.raises(LoopMisused, match=r"run\.steps\(num_steps\)"):
         script_of(declare)
 
@@ -190,14 +194,14 @@ def test_take_raises_the_exception_of_the_script() -> None:
                 raise SystemExit(3)
 
     with pytest.raises(KeyError, match="mine"):
-        Loop(script, 0).take(make_step(), MODULE)
+        take(Loop(script, 0))
     with pytest.raises(RuntimeError, match="SystemExit: 3"):
-        Loop(exits, 0).take(make_step(), MODULE)
+        take(Loop(exits, 0))
 
 
 def test_stuck_script_is_abandoned_and_restarted() -> None:
     """A new thread computes; the stuck one ends when it returns."""
-    may_continue, started, ended = threading.Event(), [], []
+    is_stuck, may_continue, started, ended = threading.Event(), threading.Event(), [], []
 
     def script(run: Run) -> None:
         number = len(started)
@@ -207,6 +211,7 @@ def test_stuck_script_is_abandoned_and_restarted() -> None:
             for step in run.steps(3):
                 with step:
                     if number == 0:
+                        is_stuck.set()
                         may_continue.wait()
                     for points in step.batches():
                         step.backward(points.sum() * torch.ones((), requires_grad=True))
@@ -214,11 +219,10 @@ def test_stuck_script_is_abandoned_and_restarted() -> None:
             ended.append(number)
 
     loop = Loop(script, 0)
-    stuck_thread = threading.Thread(target=lambda: loop.take(make_step(), MODULE), daemon=True)
+    stuck_thread = threading.Thread(target=lambda: take(loop, commits=False), daemon=True)
     stuck_thread.start()
-    while not loop.is_busy:
-        time.sleep(0.001)
-    assert len(loop.take(make_step(), MODULE)) == 2
+    assert is_stuck.wait(10) and loop.is_busy
+    assert len(take(loop)) == 2
     assert started == [0, 1]
     may_continue.set()
     stuck_thread.join(10)
@@ -278,22 +282,22 @@ def test_optimizer_and_schedule_step_shards_like_whole_parameters(kind: Any) -> 
     optimizer = kind([{"params": [model.weight], "weight_decay": 0.1}], lr=0.3)
     scheduler = LambdaLR(optimizer, lambda step: (step + 1) / 3)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    optimizing = ScriptOptimizerFactory(optimizer, scheduler, names, None)
+    factory = ScriptOptimizerFactory(optimizer, [scheduler], names, None)
     shard = model.weight.detach().clone()
-    shard_optimizer = optimizing.build([("weight", shard)])
-    first_lr = shard_optimizer.param_groups[0]["lr"]
+    shard_optimizer = factory.build([("weight", shard)])
     shard_sums = []
     for step in range(1, 5):
         shard.grad = torch.ones_like(shard)
-        shard_optimizer.param_groups[0]["lr"] = first_lr * optimizing.rate(step)
+        factory.schedule(step, shard_optimizer.param_groups)
         shard_optimizer.step()
+        scheduler.step()
+        factory.values.keep()
         shard_sums.append(float(shard.sum()))
     plain = kind([{"params": [model.weight], "weight_decay": 0.1}], lr=0.3)
     plain_scheduler = LambdaLR(plain, lambda step: (step + 1) / 3)
     assert shard_sums == pytest.approx(
         train_four_steps(plain, plain_scheduler, model.weight), rel=1e-6
     )
-    assert optimizing.rate(2) == pytest.approx(2 / 3), "an earlier step can be requested again"
 
 
 class Stream(IterableDataset[Any]):
@@ -305,11 +309,16 @@ MODEL = nn.Linear(2, 1)
 OPTIMIZER = SGD(MODEL.parameters(), lr=0.1, momentum=0.9)
 
 
+def scheduled_optimizer() -> SGD:
+    optimizer = SGD(MODEL.parameters(), lr=0.1)
+    LambdaLR(optimizer, float)
+    return optimizer
+
+
 @pytest.mark.parametrize(
     ("objects", "message"),
     [
         ((3,), "cannot prepare int; pass a model"),
-        ((ReduceLROnPlateau(OPTIMIZER),), "needs no metric"),
         ((MODEL, nn.Linear(1, 1)), "a second model"),
         ((DataLoader(Stream()),), "not map-style"),
         ((DataLoader(TensorDataset(torch.ones(4))),), "shuffle=True"),
@@ -320,6 +329,7 @@ OPTIMIZER = SGD(MODEL.parameters(), lr=0.1, momentum=0.9)
             (MODEL, OPTIMIZER, make_loader(), LambdaLR(SGD([MODEL.bias]), float)),
             "another optimizer",
         ),
+        ((MODEL, scheduled_optimizer(), make_loader()), "has a learning-rate scheduler; pass it"),
     ],
 )
 def test_objects_that_cannot_be_elastic_are_refused_in_one_line(
@@ -332,15 +342,6 @@ def test_objects_that_cannot_be_elastic_are_refused_in_one_line(
     with pytest.raises(LoopMisused, match=message) as raised:
         script_of(script)
     assert "\n" not in str(raised.value)
-
-
-def test_schedule_of_momentum_is_refused() -> None:
-    model = nn.Linear(2, 1)
-    optimizer = SGD(model.parameters(), lr=0.1, momentum=0.9)
-    scheduler = OneCycleLR(optimizer, max_lr=0.2, total_steps=9)
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    with pytest.raises(LoopMisused, match="momentum"):
-        ScriptOptimizerFactory(optimizer, scheduler, names, None).rate(5)
 
 
 def test_prepared_model_has_its_parameters_until_the_loop_starts() -> None:
@@ -362,12 +363,10 @@ def test_prepared_model_has_its_parameters_until_the_loop_starts() -> None:
                     step.backward(model(points).mean())
                     optimizer.step()
                     optimizer.zero_grad()
-            with pytest.raises(LoopMisused, match="outside of `with step:`"):
-                model(torch.ones(1, 2))
 
     loop = Loop(script, 0)
-    module = nn.Linear(2, 1)
-    loop.take(make_step(), module)
-    loop.take(make_step(2), module)
-    assert module.weight.grad is not None
+    MODULE.weight.grad = None
+    take(loop)
+    take(loop, 2)
+    assert MODULE.weight.grad is not None
     assert len(set(messages)) == 3 and "run.evaluation" in messages[2]

@@ -88,10 +88,11 @@ def test_local_optimizer_equals_torch_adamw_and_decays_only_matrices() -> None:
         gradients = {name: torch.randn_like(shard) for name, shard in shards.items()}
         for name, weight in expected.items():
             weight.grad = gradients[name].clone()
-        for group in torch_optimizer.param_groups:
-            group["lr"] = 0.1 / step
+        for optimizer in (torch_optimizer, local_optimizer.optimizer):
+            for group in optimizer.param_groups:
+                group["lr"] = 0.1 / step
         torch_optimizer.step()
-        local_optimizer.step(gradients, 0.1 / step / settings.lr)
+        local_optimizer.step(gradients)
     for name, weight in expected.items():
         torch.testing.assert_close(shards[name], weight.detach(), rtol=1e-12, atol=1e-14)
         for key, value in torch_optimizer.state[weight].items():
@@ -107,7 +108,7 @@ def test_shard_without_a_gradient_does_not_change() -> None:
     local_optimizer = LocalOptimizer(
         AdamWBySettings(SCHEDULE), shards, make_state(SCHEDULE, shards)
     )
-    local_optimizer.step({"first": ones}, 1.0)
+    local_optimizer.step({"first": ones})
     assert torch.equal(shards["second"], ones)
     assert not torch.equal(shards["first"], ones)
     assert local_optimizer.state()["first"]["step"].item() == 1

@@ -7,7 +7,7 @@ import time
 
 import pytest
 import torch
-from test_loop import MODULE, declare, make_step
+from test_loop import declare, take
 
 from actors.runtime.compute_time import ThreadClock
 from actors.runtime.interruption import Interruption
@@ -51,13 +51,15 @@ def test_compute_time_includes_the_substitute() -> None:
 
 def test_loop_is_abandoned_with_the_thread_that_waits_for_it() -> None:
     """An abandoned thread that wakes up later stops, although the run has continued."""
-    interruption, may_continue, errors = Interruption(), threading.Event(), []
+    interruption, errors = Interruption(), []
+    is_stuck, may_continue = threading.Event(), threading.Event()
     interruption.running_generation = 1
 
     def script(run: Run) -> None:
         declare(run)
         for step in run.steps(3):
             with step:
+                is_stuck.set()
                 may_continue.wait()
                 interruption.check()
 
@@ -66,7 +68,7 @@ def test_loop_is_abandoned_with_the_thread_that_waits_for_it() -> None:
     def train() -> None:
         with pytest.raises(Interrupted, match="abandoned"), interruption.abandonable():
             try:
-                loop.take(make_step(), MODULE)
+                take(loop)
             except Interrupted as error:
                 errors.append(str(error))
                 raise
@@ -74,8 +76,7 @@ def test_loop_is_abandoned_with_the_thread_that_waits_for_it() -> None:
 
     thread = threading.Thread(target=train)
     thread.start()
-    while not loop.is_busy:
-        time.sleep(0.001)
+    assert is_stuck.wait(10)
     time.sleep(0.05)
     assert thread.ident is not None and interruption.abandon(thread.ident)
     may_continue.set()

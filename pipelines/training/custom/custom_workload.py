@@ -35,6 +35,7 @@ from pipelines.training.custom.merge_trial import Merging, try_merging
 from pipelines.training.custom.microbatch_draws import MicrobatchDraws
 from pipelines.training.custom.pipeline_trial import why_no_pipeline
 from pipelines.training.models.mlp import MlpWorkload
+from pipelines.training.workload.optimizer import OptimizerFactory, scale_rates
 from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups
 from pipelines.training.workload.seeds import forward_seed, keyed_generator
 from pipelines.training.workload.trees import mapped, tensors_in
@@ -70,7 +71,7 @@ class CustomWorkload:
         self.recipe = recipe
         self.settings = recipe.settings
         self.dtype: torch.dtype = getattr(torch, recipe.settings.dtype)
-        self.optimizer_factory = CustomOptimizerFactory(recipe)
+        self.optimizer_factory: OptimizerFactory = CustomOptimizerFactory(recipe)
         self.train = _map_style(recipe.data(), "data")
         self.held_out = _map_style(recipe.held_out(), "held_out") if recipe.held_out else None
         self.num_samples = len(self.train)
@@ -330,6 +331,8 @@ def _map_style(dataset: Dataset, name: str) -> Dataset:
 class CustomOptimizerFactory:
     """The optimizer of a recipe; see `pipelines.training.workload.optimizer.OptimizerFactory`."""
 
+    initial_values = None
+
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
         self.max_grad_norm = recipe.max_grad_norm
@@ -337,8 +340,8 @@ class CustomOptimizerFactory:
     def build(self, shards: Sequence[tuple[str, Tensor]]) -> Optimizer:
         return self.recipe.optimizer(shards)
 
-    def rate(self, step: int) -> float:
-        return float(self.recipe.schedule(step))
+    def schedule(self, step: int, groups: Sequence[dict[str, Any]]) -> None:
+        scale_rates(groups, float(self.recipe.schedule(step)))
 
 
 def _counted(

@@ -74,7 +74,7 @@ def _stepped(
     }
     optimizer = LocalOptimizer(optimizer_factory, shards, state)
     for step_gradients in gradients:
-        optimizer.step(step_gradients, 1.0)
+        optimizer.step(step_gradients)
     return shards
 
 

@@ -12,7 +12,12 @@ from actors.runtime.program import StateBytes
 from pipelines.settings import TrainSettings
 from pipelines.training.sharding.sharded import Sharded, storage_bytes
 from pipelines.training.workload.optimizer import LocalOptimizer, OptimizerFactory, state_templates
-from pipelines.training.workload.state import buffers, optimizer_name, stored_dtype
+from pipelines.training.workload.state import (
+    SCRIPT_VALUES,
+    buffers,
+    optimizer_name,
+    stored_dtype,
+)
 
 
 class LocalState:
@@ -37,6 +42,9 @@ class LocalState:
             for name, template in templates.items()
         }
         self.optimizer = LocalOptimizer(optimizer_factory, self._trained(), optimizer_state)
+        values = optimizer_factory.initial_values
+        self.script = {} if values is None else {SCRIPT_VALUES: values.to(device)}
+        """The numbers of a script, replicated; see `OptimizerFactory.initial_values`."""
 
     def tensors(self) -> dict[str, Tensor]:
         """The live state without the gradients."""
@@ -45,7 +53,7 @@ class LocalState:
             for name, state in self.optimizer.state().items()
             for key, value in state.items()
         }
-        return self.shards | self.buffers | optimizer_state
+        return self.shards | self.buffers | optimizer_state | self.script
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
         """Make these tensors the state, without copies where the sharding allows it.
@@ -70,6 +78,7 @@ class LocalState:
             device = self.shards[name].device
             optimizer_state[name] = {key: value.to(device) for key, value in state.items()}
         self.optimizer = LocalOptimizer(self.optimizer_factory, self._trained(), optimizer_state)
+        self.script = {name: checked[name] for name in self.script}
 
     def gradients(self) -> dict[str, Tensor]:
         """The local shards of the reduced gradients, without parameters that have none."""
@@ -78,14 +87,10 @@ class LocalState:
     def drop_gradients(self) -> None:
         self.sharded.drop_gradients()
 
-    def step(self, gradients: Mapping[str, Tensor], rate: float) -> None:
+    def step(self, gradients: Mapping[str, Tensor]) -> None:
         """Step the optimizer with these gradients; see `LocalOptimizer.step`."""
-        self.optimizer.step(gradients, rate)
+        self.optimizer.step(gradients)
         self.sharded.after_step()
-
-    def lr(self, rate: float) -> float:
-        """The learning rate of a step with this rate."""
-        return self.optimizer.lr(rate)
 
     def squared_norm(self) -> Tensor:
         """The squared norm of the local gradients, each divided by its number of copies.

@@ -148,8 +148,8 @@ class ShardedReplica:
 
         If the gradients of any rank are not finite, parameters do not change.
         """
-        rate = self.state.optimizer_factory.rate(step)
-        skipped = vote.num_nonfinite > 0 or vote.num_tokens == 0 or not math.isfinite(rate)
+        lr = self.state.optimizer.schedule(step)
+        skipped = vote.num_nonfinite > 0 or vote.num_tokens == 0 or not math.isfinite(lr)
         norm = None
         self.step_statistics.before_step()
         if not skipped:
@@ -158,11 +158,14 @@ class ShardedReplica:
             clip = 1.0 if max_norm is None else min(1.0, max_norm / (norm + NORM_EPS))
             gradients = self.state.gradients()
             scale_tensors(list(gradients.values()), clip / vote.num_tokens)
-            self.state.step(gradients, rate)
+            self.state.step(gradients)
             self.moving.apply()
         self.step_statistics.after_step(vote.num_tokens)
         self.state.drop_gradients()
-        return Applied(self.state.lr(rate), norm, skipped)
+        return Applied(lr, norm, skipped)
+
+    def between_steps(self, interrupt: Interrupt | None) -> None:
+        """Nothing: only a script has code between two steps."""
 
     def statistics(self) -> StatisticsReport | None:
         """The statistics of the step just applied, if they are due; see `Statistics`."""

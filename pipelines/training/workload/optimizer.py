@@ -28,12 +28,33 @@ class OptimizerFactory(Protocol):
         number of dims.
         """
 
-    def rate(self, step: int) -> float:
-        """The factor of each group's learning rate at a step, counted from 1."""
+    def schedule(self, step: int, groups: Sequence[dict[str, Any]]) -> None:
+        """Set the hyperparameters that a built optimizer's groups have at a step, counted from 1.
+
+        `INITIAL_LR` is the learning rate with which a group was built.
+        """
+
+    @property
+    def initial_values(self) -> Tensor | None:
+        """At step 0, the numbers that a script may change between steps; float64, shape (n,).
+
+        They are part of the state. None if the schedule depends on the step alone.
+        """
+
+
+INITIAL_LR = "initial_lr"
+
+
+def scale_rates(groups: Sequence[dict[str, Any]], rate: float) -> None:
+    """Set each group's learning rate to its initial one times `rate`."""
+    for group in groups:
+        group["lr"] = group[INITIAL_LR] * rate
 
 
 class AdamWBySettings:
     """AdamW from a run's settings, with weight decay on matrices only. See `OptimizerFactory`."""
+
+    initial_values = None
 
     def __init__(self, settings: OptimizerSettings) -> None:
         self.settings = settings
@@ -54,8 +75,8 @@ class AdamWBySettings:
             fused=True,
         )
 
-    def rate(self, step: int) -> float:
-        return rate_of(self.settings, step)
+    def schedule(self, step: int, groups: Sequence[dict[str, Any]]) -> None:
+        scale_rates(groups, rate_of(self.settings, step))
 
 
 def rate_of(settings: OptimizerSettings, step: int) -> float:
@@ -137,8 +158,10 @@ class LocalOptimizer:
     ) -> None:
         """Take the local shards, and the state of each by the keys of `state_templates`."""
         self.shards = dict(shards)
+        self._factory = optimizer_factory
         self.optimizer = optimizer_factory.build(list(shards.items()))
-        self.initial_lrs = [float(group["lr"]) for group in self.optimizer.param_groups]
+        for group in self.optimizer.param_groups:
+            group.setdefault(INITIAL_LR, float(group["lr"]))
         for name, shard in shards.items():
             self.optimizer.state[shard] = dict(state[name])
 
@@ -146,19 +169,20 @@ class LocalOptimizer:
         """The live optimizer state of each shard."""
         return {name: self.optimizer.state[shard] for name, shard in self.shards.items()}
 
-    def lr(self, rate: float) -> float:
-        """The first group's learning rate times `rate`."""
-        return self.initial_lrs[0] * rate
+    def schedule(self, step: int) -> float:
+        """Set the hyperparameters of a step, counted from 1.
+
+        Returns the first group's learning rate, or one that is not finite if there is any.
+        """
+        groups = self.optimizer.param_groups
+        self._factory.schedule(step, groups)
+        rates = [float(group["lr"]) for group in groups]
+        return next((rate for rate in rates if not math.isfinite(rate)), rates[0])
 
     @torch.no_grad()
-    def step(self, gradients: Mapping[str, Tensor], rate: float) -> None:
-        """Step with these gradients and each group's learning rate times `rate`.
-
-        A shard without a gradient does not change.
-        """
+    def step(self, gradients: Mapping[str, Tensor]) -> None:
+        """Step with these gradients. A shard without a gradient does not change."""
         for name, gradient in gradients.items():
             self.shards[name].grad = gradient
-        for group, initial_lr in zip(self.optimizer.param_groups, self.initial_lrs, strict=True):
-            group["lr"] = initial_lr * rate
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)

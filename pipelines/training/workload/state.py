@@ -10,11 +10,14 @@ from torch import Tensor, nn
 from elastic.geometry.regions import Region
 from elastic.geometry.tensor_specs import Kind, TensorSpec
 from pipelines.settings import TrainSettings
+from pipelines.training.workload.initial_values import slices_of
 from pipelines.training.workload.optimizer import AdamWBySettings, OptimizerFactory, state_templates
 from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups
 from pipelines.training.workload.workload import ModelShape, Style, Workload, nothing
 
 OPTIMIZER = "optimizer."
+SCRIPT_VALUES = OPTIMIZER + "script"
+"""The numbers that a script changes; no parameter's state has such a name: it would have a key."""
 TP_DIMS: dict[Style, int] = {"colwise": 0, "logits": 0, "vocabulary": 0, "rowwise": 1}
 """The dim of a weight that `tp` shards, by its module's style; a bias without that dim is
 replicated."""
@@ -54,14 +57,15 @@ def state_specs(workload: Workload, settings: TrainSettings) -> tuple[TensorSpec
     parameters = dict(module.named_parameters())
     specs = [builder.spec(name, value, "parameter") for name, value in parameters.items()]
     specs += [builder.spec(name, value, "buffer") for name, value in buffers(module)]
-    templates = state_templates(
-        optimizer_factory_of(workload, settings), trained_dims(module), stored_dtype(settings)
-    )
+    optimizer_factory = optimizer_factory_of(workload, settings)
+    templates = state_templates(optimizer_factory, trained_dims(module), stored_dtype(settings))
     for name, template in templates.items():
         parameter = parameters[name]
         for key, value in template.items():
             like = parameter.to(value.dtype) if value.ndim else value
             specs.append(builder.spec(name, like, "optimizer", optimizer_name(name, key)))
+    if (values := optimizer_factory.initial_values) is not None:
+        specs.append(TensorSpec(SCRIPT_VALUES, tuple(values.shape), "float64", kind="optimizer"))
     return tuple(specs)
 
 
@@ -133,6 +137,10 @@ def initial_value(
     Optimizer state is 0. `interrupt` is called during the drawing and may raise.
     """
     dtype = getattr(torch, spec.dtype)
+    if spec.name == SCRIPT_VALUES:
+        values = optimizer_factory_of(workload, settings).initial_values
+        assert values is not None, "the state has values of a script, but there is no script"
+        return values[slices_of(region)].clone()
     if spec.name.startswith(OPTIMIZER):
         return torch.zeros(region.shape, dtype=dtype)
     value = workload.draw(spec.name, spec.shape, region, settings.seed, interrupt)

@@ -1,0 +1,124 @@
+"""What the calls of a prepared model reach: this worker's part of it, or the whole module."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from enum import Enum
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from actors.distributed.torch_private import num_changes
+from pipelines.loop.errors import LoopMisused
+
+
+class Moment(Enum):
+    """When a script uses its model."""
+
+    BEFORE_LOOP = "before the loop"
+    IN_STEP = "in a step"
+    BETWEEN_STEPS = "between two steps"
+
+
+class OpenStep(Protocol):
+    """The step whose body runs."""
+
+    number: int
+
+    @property
+    def is_reading(self) -> bool: ...
+
+    def note(self, error: BaseException) -> None: ...
+
+
+class CalledModule:
+    """The target of a prepared model's calls.
+
+    Within a step it is this worker's part in the current generation. Between two steps it is the
+    declared module, into which the trained values of all workers are read when they are first used.
+    """
+
+    def __init__(
+        self,
+        gather: Callable[[], Mapping[str, Tensor]] = dict,
+        is_script: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """`gather` returns the trained tensors by name, whole. Only where `is_script`, that is on
+        the script's thread, the moment matters: others see the declared module as it is."""
+        self._gather = gather
+        self._is_script = is_script
+        self.part: nn.Module | None = None
+        """This worker's part, which the run replaces at each reshard."""
+        self.declared: nn.Module | None = None
+        self._declared_parameters: list[nn.Parameter] = []
+        self.is_first_worker = False
+        self.has_diverged = False
+        """Whether the script knows whether it is the first worker, so that workers may differ."""
+        self.is_training = False
+        self.is_stale = True
+        self._step: OpenStep | None = None
+        self._num_changes = 0
+
+    def declare(self, module: nn.Module) -> None:
+        """Take the module that the script prepares, with its values of step 0."""
+        self.declared = module
+        self._declared_parameters = list(module.parameters())
+
+    @property
+    def moment(self) -> Moment:
+        if not self.is_training or not self._is_script():
+            return Moment.BEFORE_LOOP
+        return Moment.BETWEEN_STEPS if self._step is None else Moment.IN_STEP
+
+    def enter(self, step: OpenStep) -> None:
+        """Enter a step. Raises `LoopMisused` if the script has changed the declared module."""
+        if self._count_changes() != self._num_changes:
+            raise LoopMisused(
+                f"step {step.number}: the script has changed the model's parameters since the "
+                "step before, which the run does not see; change them before the loop"
+            )
+        self._step = step
+        self.has_diverged = False
+
+    def leave(self) -> None:
+        self._step = None
+
+    def refuse_unread(self) -> None:
+        """Raise `LoopMisused` within `step.batches()`: workers have different numbers of them."""
+        if self._step is not None and self._step.is_reading:
+            raise LoopMisused(
+                f"step {self._step.number}: scheduler.step() within `step.batches()`; call it "
+                "behind that loop, once a step"
+            )
+
+    def begin_training(self) -> None:
+        """From now on the declared module has old values between two steps."""
+        if not self.is_training:
+            self.is_training, self._num_changes = True, self._count_changes()
+        self.is_stale = True
+
+    def call(self, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
+        """Call this worker's part."""
+        assert self.part is not None, "a step without a module"
+        try:
+            return self.part(*inputs, **keywords)
+        except BaseException as error:
+            if self._step is not None:
+                self._step.note(error)
+            raise
+
+    @torch.no_grad()
+    def refresh(self) -> None:
+        """Read the trained values into the declared module, unless it has them."""
+        module = self.declared
+        if not self.is_stale or module is None:
+            return
+        tensors = dict(nn.Module.state_dict(module))
+        for name, value in self._gather().items():
+            tensors[name].copy_(value)
+        self.is_stale = False
+        self._num_changes = self._count_changes()
+
+    def _count_changes(self) -> int:
+        return sum(map(num_changes, self._declared_parameters))

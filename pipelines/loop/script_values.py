@@ -1,0 +1,112 @@
+"""The numbers that a script's code changes from step to step, as one vector of the run's state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from copy import copy
+from typing import Any
+
+from torch import Tensor
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from pipelines.loop.errors import LoopMisused
+
+PARAMETERS = "params"
+
+
+class ScriptValues:
+    """The hyperparameters of an optimizer's groups and the state of its schedulers.
+
+    The script changes them by hand or by `scheduler.step()`, on each worker alike. The optimizer
+    gets those of the moment at which the script would step it.
+    """
+
+    def __init__(self, optimizer: Optimizer, schedulers: Sequence[LRScheduler]) -> None:
+        self._optimizer = optimizer
+        self._schedulers = schedulers
+        self.kept = self._read()
+        """All numbers at the beginning of the present step, in an order that does not change."""
+        self.taken: list[dict[str, Any]] | None = None
+        """The hyperparameters of each group in the present step, once they are known."""
+
+    def keep(self) -> None:
+        """Begin the next step with the present numbers. Raises `LoopMisused` for more or fewer."""
+        numbers = self._read()
+        self._refuse_change(len(numbers))
+        self.kept, self.taken = numbers, None
+
+    def restore(self) -> None:
+        """Begin a step again, or in another worker's place, with its numbers."""
+        self._refuse_change(len(self._read()))
+        remaining = iter(self.kept)
+        for group in self._optimizer.param_groups:
+            group |= _replaced(_hyperparameters(group), remaining)
+        for scheduler in self._schedulers:
+            scheduler.load_state_dict(_replaced(scheduler.state_dict(), remaining))
+        self.taken = None
+
+    def take(self) -> None:
+        """Fix the hyperparameters of the present step, unless they are fixed already."""
+        if self.taken is None:
+            self.taken = [_hyperparameters(group) for group in self._optimizer.param_groups]
+
+    def _read(self) -> list[float]:
+        return [number for part in self._parts() for number in _numbers_in(part)]
+
+    def _refuse_change(self, num_numbers: int) -> None:
+        if num_numbers != len(self.kept):
+            raise LoopMisused(
+                f"the optimizer's groups and its schedulers have {num_numbers} numbers in place of "
+                f"{len(self.kept)}: these may change during a run, but none may be added"
+            )
+
+    def _parts(self) -> Iterator[Any]:
+        yield from (_hyperparameters(group) for group in self._optimizer.param_groups)
+        yield from (scheduler.state_dict() for scheduler in self._schedulers)
+
+
+def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
+    return {
+        key: value.clone() if isinstance(value, Tensor) else value
+        for key, value in group.items()
+        if key != PARAMETERS
+    }
+
+
+def _numbers_in(value: Any) -> Iterator[float]:
+    match value:
+        case int() | float():
+            yield float(value)
+        case Tensor() if value.numel() == 1:
+            yield float(value)
+        case dict():
+            for part in value.values():
+                yield from _numbers_in(part)
+        case list() | tuple():
+            for part in value:
+                yield from _numbers_in(part)
+
+
+def _replaced(value: Any, numbers: Iterator[float]) -> Any:
+    """The value with other numbers, each of the type that it has, if that can hold it."""
+    match value:
+        case bool():
+            return bool(next(numbers))
+        case int():
+            number = next(numbers)
+            return int(number) if number.is_integer() else number
+        case float():
+            return next(numbers)
+        case Tensor() if value.numel() == 1:
+            return value.new_full(value.shape, next(numbers))
+        case dict():
+            replaced = copy(value)
+            for key, part in value.items():
+                replaced[key] = _replaced(part, numbers)
+            return replaced
+        case list():
+            return [_replaced(part, numbers) for part in value]
+        case tuple():
+            return tuple(_replaced(part, numbers) for part in value)
+    return value

@@ -1,0 +1,54 @@
+"""Whole parameters and buffers on every worker, gathered from the shards of all."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed import BroadcastOptions
+
+from actors.distributed.stall import wait_for
+from actors.runtime.program import Groups, Interrupt
+from elastic.geometry.shard_map import sharding_of
+from elastic.geometry.tensor_specs import TensorSpec
+from pipelines.training.workload.initial_values import slices_of
+
+
+@torch.no_grad()
+def gather_whole(
+    specs: Sequence[TensorSpec],
+    tensors: Mapping[str, Tensor],
+    groups: Groups,
+    interrupt: Interrupt,
+    keeps: bool,
+) -> dict[str, Tensor]:
+    """The whole tensors of these specs, on the device.
+
+    All ranks call it. A rank that does not keep them holds one at a time, and returns none.
+    """
+    whole: dict[str, Tensor] = {}
+    for spec in specs:
+        interrupt()
+        value = _gathered(spec, tensors.get(spec.name), groups)
+        if keeps:
+            whole[spec.name] = value
+    return whole
+
+
+def _gathered(spec: TensorSpec, local: Tensor | None, groups: Groups) -> Tensor:
+    sharding = sharding_of(spec, groups.layout)
+    whole = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=groups.device)
+    for rank in sharding.stage:
+        region = sharding.region(rank)
+        if sharding.first_holder(rank) != rank or not region.num_elements:
+            continue
+        part = torch.empty(region.shape, dtype=whole.dtype, device=whole.device)
+        if rank == groups.world_rank:
+            assert local is not None, f"{spec.name}: this rank holds a region, but no tensor"
+            part.copy_(local)
+        options = BroadcastOptions()
+        options.rootRank = rank
+        wait_for(groups.world.broadcast([part], options))
+        whole[slices_of(region)] = part
+    return whole

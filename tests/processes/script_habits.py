@@ -1,0 +1,172 @@
+"""Habits of foreign training scripts, each as a custom training loop and as the plain loop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from copy import deepcopy
+from pathlib import Path
+from typing import Any
+
+import torch
+from loops import FOLDER, NUM_MICROBATCHES, NUM_STEPS, build_training, die_once, plain
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.utils.data import TensorDataset
+
+from pipelines.loop import Run
+
+EVERY = 6
+"""Every so many steps a script uses its whole model."""
+PROBE = torch.linspace(-1, 1, 24).view(3, 8).double()
+
+HELD_OUT = TensorDataset(
+    torch.randn(12, 8, generator=torch.Generator().manual_seed(1)).double(), torch.arange(12) % 3
+)
+
+
+def compute(step: Any, model: nn.Module) -> Tensor:
+    """The body of a step; one worker dies in each of two steps."""
+    loss = torch.empty(())
+    for number, (points, labels) in enumerate(step.batches()):
+        if step.number in (8, 16) and number == 1:
+            die_once(step, f"step {step.number}")
+        loss = nn.functional.cross_entropy(model(points), labels)
+        step.backward(loss)
+    return loss
+
+
+def rates_by_hand(run: Run) -> None:
+    model, optimizer, _, loader = build_training(is_scheduled=False)
+    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    for step in run.steps(NUM_STEPS, microbatches=NUM_MICROBATCHES):
+        before_step(optimizer.param_groups, step.number)
+        with step:
+            compute(step, model)
+            optimizer.step()
+            optimizer.param_groups[0]["weight_decay"] *= 1.1
+        if step.committed:
+            after_step(optimizer.param_groups, step.number)
+
+
+def plain_rates_by_hand() -> Iterator[float]:
+    model, optimizer, _, loader = build_training(is_scheduled=False)
+    losses = plain(model, optimizer, None, loader, NUM_STEPS, NUM_MICROBATCHES)
+    for number in range(1, NUM_STEPS + 1):
+        before_step(optimizer.param_groups, number)
+        yield next(losses)
+        optimizer.param_groups[0]["weight_decay"] *= 1.1
+        after_step(optimizer.param_groups, number)
+
+
+def before_step(groups: list[dict[str, Any]], number: int) -> None:
+    groups[0]["lr"] = 0.1 / (1 + number)
+
+
+def after_step(groups: list[dict[str, Any]], number: int) -> None:
+    groups[1]["lr"] *= 0.95
+    groups[1]["momentum"] = 0.5 + 0.4 * (number % 2)
+
+
+def one_cycle_of(optimizer: torch.optim.Optimizer) -> LRScheduler:
+    """A schedule that also changes the momentum."""
+    return OneCycleLR(optimizer, max_lr=[0.2, 0.4], total_steps=NUM_STEPS + 1)
+
+
+def one_cycle(run: Run) -> None:
+    """The scheduler is stepped within the body, as where a script has `optimizer.step()`."""
+    model, optimizer, _, loader = build_training(is_scheduled=False)
+    scheduler = one_cycle_of(optimizer)
+    model, optimizer, scheduler, loader = run.prepare(model, optimizer, scheduler, loader)
+    for step in run.steps(NUM_STEPS, microbatches=NUM_MICROBATCHES):
+        with step:
+            compute(step, model)
+            optimizer.step()
+            scheduler.step()
+
+
+def plain_one_cycle() -> Iterator[float]:
+    model, optimizer, _, loader = build_training(is_scheduled=False)
+    yield from plain(model, optimizer, one_cycle_of(optimizer), loader, NUM_STEPS, NUM_MICROBATCHES)
+
+
+def plateau_of(optimizer: torch.optim.Optimizer) -> ReduceLROnPlateau:
+    return ReduceLROnPlateau(optimizer, factor=0.5, patience=0, threshold=0.05)
+
+
+def held_out_losses(model: nn.Module, batch: Any) -> Tensor:
+    points, labels = batch
+    return nn.functional.cross_entropy(model(points), labels)
+
+
+def plateau(run: Run) -> None:
+    """Rates that depend on a held-out loss."""
+    model, optimizer, _, loader = build_training(is_scheduled=False)
+    scheduler = plateau_of(optimizer)
+    model, optimizer, scheduler, loader = run.prepare(model, optimizer, scheduler, loader)
+    run.evaluation(HELD_OUT, held_out_losses)
+    for step in run.steps(NUM_STEPS, microbatches=NUM_MICROBATCHES):
+        with step:
+            compute(step, model)
+        if step.committed and step.number % 2 == 0:
+            scheduler.step(run.evaluate()["loss"])
+
+
+def plain_plateau() -> Iterator[float]:
+    model, optimizer, _, loader = build_training(is_scheduled=False)
+    scheduler = plateau_of(optimizer)
+    losses = plain(model, optimizer, None, loader, NUM_STEPS, NUM_MICROBATCHES)
+    for number, loss in enumerate(losses, start=1):
+        yield loss
+        if number % 2 == 0:
+            model.eval()
+            with torch.no_grad():
+                scheduler.step(float(held_out_losses(model, HELD_OUT[:])))
+            model.train()
+
+
+def whole_model(run: Run) -> None:
+    """A script that saves, copies and calls its model in the loop, some on the first worker only.
+
+    It keeps the raw module under another name.
+    """
+    raw, optimizer, _, loader = build_training(is_scheduled=False)
+    model, optimizer, loader = run.prepare(raw, optimizer, loader)
+    for step in run.steps(NUM_STEPS, microbatches=NUM_MICROBATCHES):
+        if step.number % EVERY == 1 and step.number > 1:
+            note_values(step.number - 1, "before", values_of(raw))
+        with step:
+            compute(step, model)
+        if step.committed and step.number % EVERY == 0:
+            if step.is_first_worker:
+                note_values(step.number, "first", values_of(model))
+            note_values(step.number, "copy", values_of(deepcopy(model)))
+
+
+def plain_whole_model() -> Iterator[dict[str, Tensor]]:
+    """The values of each step."""
+    model, optimizer, _, loader = build_training(is_scheduled=False)
+    for _ in plain(model, optimizer, None, loader, NUM_STEPS, NUM_MICROBATCHES):
+        yield deepcopy(values_of(model))
+
+
+@torch.no_grad()
+def values_of(model: nn.Module) -> dict[str, Tensor]:
+    """The state of a model, and its output in evaluation."""
+    model.eval()
+    values = {**model.state_dict(), "output": model(PROBE), "weight": model.head.weight}
+    model.train()
+    return values
+
+
+def note_values(number: int, moment: str, values: dict[str, Tensor]) -> None:
+    if FOLDER in os.environ:
+        name = Path(os.environ[FOLDER]) / f"{moment}-{number}-{os.getpid()}.pt"
+        torch.save(values, name)
+
+
+PLAIN: dict[str, Callable[[], Iterator[float]]] = {
+    "rates_by_hand": plain_rates_by_hand,
+    "one_cycle": plain_one_cycle,
+    "plateau": plain_plateau,
+}

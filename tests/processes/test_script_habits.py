@@ -1,0 +1,63 @@
+"""What people's scripts do between two steps has the effect that it has in a plain loop."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import loops
+import pytest
+import script_habits
+import torch
+from harness import Outcome, run_in_processes
+from run_checks import assert_no_step_repeated
+
+from elastic.geometry.target_layout import TargetLayout
+from elastic.protocol.events import LayoutRequested
+from pipelines.loop.script import script_of
+
+
+def run_habit(folder: Path, name: str) -> Outcome:
+    """A run in which two workers die, others join, and the layout changes."""
+    (marks := folder / "marks").mkdir()
+    due = ((11, LayoutRequested("shards", TargetLayout.parse("fsdp=3"))),)
+    run = run_in_processes(
+        folder,
+        script_of(getattr(script_habits, name)).settings,
+        3,
+        layout="dp=3",
+        recipe=f"{script_habits.__file__}:{name}",
+        environment={loops.FOLDER: str(marks)},
+        due=due,
+    )
+    assert run.stopped.outcome == "completed", run.stopped
+    assert_no_step_repeated(run)
+    assert len(run.lines_of("WorkerLost")) == 2
+    return run
+
+
+@pytest.mark.parametrize("name", list(script_habits.PLAIN))
+def test_hyperparameters_follow_the_script_through_deaths_and_a_reshard(
+    name: str, tmp_path: Path
+) -> None:
+    run = run_habit(tmp_path, name)
+    expected = dict(enumerate(script_habits.PLAIN[name](), start=1))
+    assert run.losses() == pytest.approx(expected, rel=1e-9)
+
+
+def test_script_uses_its_whole_model_between_steps(tmp_path: Path) -> None:
+    run = run_habit(tmp_path, "whole_model")
+    expected = list(script_habits.plain_whole_model())
+    files = list((tmp_path / "marks").glob("*.pt"))
+    moments = {tuple(file.name.split("-")[:2]) for file in files}
+    every = range(script_habits.EVERY, loops.NUM_STEPS + 1, script_habits.EVERY)
+    assert moments >= {("first", str(number)) for number in every}
+    assert moments >= {("copy", str(number)) for number in every}
+    assert moments >= {("before", str(number)) for number in every[:-1]}
+    for file in files:
+        number = int(file.name.split("-")[1])
+        values = torch.load(file)
+        assert values.keys() == expected[number - 1].keys()
+        for name, value in values.items():
+            torch.testing.assert_close(value, expected[number - 1][name], rtol=1e-9, atol=1e-12)
+    assert len([file for file in files if file.name.startswith("first")]) == len(every)
+    assert run.losses()
