@@ -144,6 +144,10 @@ class Replica(Protocol):
     def apply(self, step: int, vote: Vote) -> Applied:
         """Scale by 1/tokens, clip, step the optimizer: local, without a collective."""
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the program ends the run with the step just applied, before its last."""
+
     def between_steps(self, interrupt: Interrupt | None) -> None:
         """Run what lies between the step just applied and the next, on all ranks together.
 

@@ -88,9 +88,8 @@ class Trainer:
     def __post_init__(self) -> None:
         self.faults = FaultInjector(self.worker, self.options.faults)
         self.specs = self.program.specs()
-        every, secret = self.options.snapshot_every, self.options.secret
-        source = (self.worker, self.node, self.specs, every, self.faults)
-        self.snapshots = Snapshots(*source, secret=secret, report=self.report)
+        source = (self.worker, self.node, self.specs, self.options.snapshot_every, self.faults)
+        self.snapshots = Snapshots(*source, secret=self.options.secret, report=self.report)
         run = open_storage(self.options.run_folder)
         self.statistics = StatisticsLog(run)
         self.writer = PartWriter(self.worker, run, self.program, self.faults, self.report)
@@ -182,7 +181,7 @@ class Trainer:
             if self._evaluation_is_due(stepper.committed_step, evaluated_step):
                 evaluated_step = stepper.committed_step
                 self._evaluate(resume.generation, evaluated_step, world_rank)
-            if stepper.committed_step >= self.program.steps:
+            if stepper.committed_step >= self.program.steps or self.replica.is_done:
                 break
             if stepper.committed_step + 1 == resume.guarded_step:
                 self._save_before_guarded_step(resume.generation, stepper.committed_step)
@@ -206,7 +205,8 @@ class Trainer:
                 break  # not after the last step: no later generation would evaluate it
         with self.interruption.abandonable():
             self.snapshots.await_whole(self.interruption.check)
-        self.report(Paused(self.worker, resume.generation, stepper.committed_step))
+        is_last = self.replica.is_done
+        self.report(Paused(self.worker, resume.generation, stepper.committed_step, is_last))
 
     def roll_forward(self, command: RollForward) -> None:
         """Roll forward to the step that a seen vote has decided.

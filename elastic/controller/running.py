@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from elastic.controller.drain import drain_at_once, is_too_late_to_pause, members_drain
 from elastic.controller.forming import form_or_end
 from elastic.controller.growth import note_pause, should_grow
@@ -98,6 +100,8 @@ def on_paused(state: ControllerState, now: float, event: Paused) -> list[Command
     """A member has paused; when all have, continue."""
     if event.generation != state.generation:
         return []
+    if event.is_last:
+        state.job = replace(state.job, steps=event.step)
     if isinstance(state.phase, Running):
         # The last step needs no pause request: every worker stops there by itself.
         state.enter(Pausing("completed", set(state.live.members()), now))

@@ -73,9 +73,9 @@ class WorkerReady:
     """A worker has warmed up and waits for its first assignment.
 
     `memory_bytes` is the memory of its `device` (`cpu` or `cuda`), `digest` that of its sources and
-    tensor specs, which must be equal on all workers of a run, `node_type` the cluster's name for
-    this type of node. `step_flops` are the floating-point operations of a whole step of the run,
-    `peak_flops` the most that the device can do a second. None or empty: not known.
+    tensor specs, equal on all workers of a run, `node_type` the cluster's name for this type of
+    node, `step_flops` the floating-point operations of a whole step of the run, `peak_flops` the
+    most that the device can do a second. None or empty: not known.
     """
 
     worker: str
@@ -115,8 +115,7 @@ class WorkerSuspected:
 
 @dataclass(frozen=True, slots=True)
 class WorkerDraining:
-    """A worker is to leave the run at the next step boundary, by plan, or since its device
-    degrades."""
+    """A worker is to leave at the next step boundary, by plan, or since its device degrades."""
 
     worker: str
     cause: str
@@ -224,20 +223,21 @@ class Audited:
 
 @dataclass(frozen=True, slots=True)
 class Paused:
-    """A worker has stopped at the step boundary on which the vote agreed."""
+    """A worker has stopped at a step boundary: the vote agreed, or the program ends (`is_last`)."""
 
     worker: str
     generation: int
     step: int
+    is_last: bool = False
 
 
 @dataclass(frozen=True, slots=True)
 class Quiesced:
     """A worker's training thread has unwound after an abort.
 
-    `vote` is the latest vote that it has read. `gradients_complete` says whether it can still apply
-    the step after `committed_step`, `torn` whether an apply raised half-way. `records` are those of
-    the steps after `Abort.committed_step`; empty if there are too many for one report.
+    `vote` is the latest that it has read. `gradients_complete`: it can still apply the step after
+    `committed_step`. `torn`: an apply raised half-way. `records` are those of the steps after
+    `Abort.committed_step`; empty if there are too many for one report.
     """
 
     worker: str

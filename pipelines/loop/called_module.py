@@ -55,7 +55,7 @@ class CalledModule:
         self.is_first_worker = False
         self.has_diverged = False
         """Whether the script knows whether it is the first worker, so that workers may differ."""
-        self.is_training = False
+        self.is_training = self.is_stopped = False
         self.is_stale = True
         self._step: OpenStep | None = None
         self._num_changes = 0
@@ -79,10 +79,10 @@ class CalledModule:
                 "step before, which the run does not see; change them before the loop"
             )
         self._step = step
-        self.has_diverged = False
 
     def leave(self) -> None:
         self._step = None
+        self.has_diverged = False
 
     def refuse_unread(self) -> None:
         """Raise `LoopMisused` within `step.batches()`: workers have different numbers of them."""

@@ -14,7 +14,15 @@ from pipelines.loop.run import Run
 from pipelines.loop.script_values import ScriptValues
 from pipelines.loop.step import Engine, Step
 from pipelines.loop.stepping import LoopOptimizerFactory
-from pipelines.loop.thread import Answer, Begin, Committed, LoopThread, Request
+from pipelines.loop.thread import (
+    Answer,
+    Arrived,
+    Begin,
+    Committed,
+    LoopThread,
+    Proceed,
+    Request,
+)
 from pipelines.training.custom.custom_module import seeded
 from pipelines.training.workload.workload import LossSums
 
@@ -38,6 +46,8 @@ class Loop:
         self.declaration: Declaration
         self.request: Request | None = None
         """What the script waits for on its way."""
+        self.is_behind = False
+        """Whether the script has left its loop."""
         self._at: Step | None = None
         """The step at whose body the script waits, or up to which it runs."""
         self._thread: LoopThread
@@ -66,28 +76,39 @@ class Loop:
 
         `values` are the script's numbers at the beginning of the step.
         """
-        if self.is_busy or (self._at and self._at.number != number):
+        is_elsewhere = self._at is not None and self._at.number != number
+        if self.is_busy or self.is_behind or is_elsewhere:
             self.restart_script()
         if self._at is None:
             self.values.kept = values()
             self._at = Step(number, self.called, epoch)
             self._resume(Begin(self._at))
-            self.await_arrival()
 
     def commit(self, number: int, epoch: int) -> None:
         """Let the script run from the end of its body to that of step `number`, 0 for none."""
         self._at = Step(number, self.called, epoch) if number else None
         self._resume(Committed(self._at))
 
-    def await_arrival(self) -> None:
-        """Wait until the script has arrived at its next body, or requests something."""
-        self.request = self._thread.arrival()
+    def await_arrival(self, limit_s: float | None = None) -> bool:
+        """Wait until the script waits, at its next body, behind its loop or with a request.
+
+        Returns whether it does.
+        """
+        if not self.is_busy:
+            return True
+        arrival = self._thread.arrival(limit_s)
+        self.request = arrival if isinstance(arrival, Request) else None
+        self.is_behind = self.is_behind or arrival is Arrived.BEHIND_LOOP
+        return arrival is not None
 
     def answer(self, value: Any) -> None:
-        """Answer the script's request, and wait for its next or for its arrival."""
+        """Answer the script's request."""
         self.request = None
         self._thread.resume(Answer(value))
-        self.await_arrival()
+
+    def proceed(self) -> None:
+        """Let the script run what stands below its loop."""
+        self._thread.resume(Proceed())
 
     def compute(self, engine: Engine, module: nn.Module) -> list[LossSums]:
         """The losses that the loop's body computes for a step with this worker's module.
@@ -116,7 +137,7 @@ class Loop:
         self.called = called = CalledModule(
             lambda: thread.request(Request.WEIGHTS), lambda: thread.is_current
         )
-        self.request, self._at = None, None
+        self.request, self._at, self.is_behind = None, None, False
         self._abandon = finalize(self, self._thread.abandon)
         # A thread that frees tensors while the interpreter exits would abort the process.
         self._abandon.atexit = False

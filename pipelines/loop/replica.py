@@ -26,6 +26,10 @@ from pipelines.training.replica.replica import ShardedReplica
 from pipelines.training.workload.state import SCRIPT_VALUES, state_specs
 from pipelines.training.workload.workload import Workload
 
+POLL_S = 1.0
+"""How often a worker whose script runs long tells so to those that wait for it."""
+BUSY = len(Request) + 1
+
 
 class LoopReplica(ShardedReplica):
     """A replica whose training passes the script drives; see `actors.runtime.program.Replica`.
@@ -79,40 +83,61 @@ class LoopReplica(ShardedReplica):
             self.loop.commit(following, self._epoch(step + 1))
         return applied
 
+    @property
+    def is_done(self) -> bool:
+        """Whether the script has left its loop."""
+        return self.loop.is_behind
+
     def between_steps(self, interrupt: Interrupt | None) -> None:
         """Let the script run up to its next body; None for `interrupt`: the groups are broken, so
         that it is served in the next generation."""
-        self.loop.await_arrival()
-        if interrupt is not None:
+        if interrupt is None:
+            self.loop.await_arrival()
+        else:
             self._serve(interrupt, must_agree=False)
+            if self.loop.is_behind:
+                self._run_below_loop(interrupt)
         values = self.state.script[SCRIPT_VALUES]
         values.copy_(torch.tensor(self.loop.values.kept, dtype=values.dtype))
 
+    def _run_below_loop(self, interrupt: Interrupt) -> None:
+        """Let the first worker's script run to its end; the others serve it."""
+        if self.groups.world_rank == 0:
+            self.loop.proceed()
+        self._serve(interrupt, must_agree=True)
+
     def _serve(self, interrupt: Interrupt, must_agree: bool) -> None:
-        """Provide what scripts request until all have arrived at their next body.
+        """Provide what scripts request until all wait at their next body or behind their loop.
 
         Scripts do the same on all workers, unless they know which is the first, or some have
         joined: then the workers agree on what is wanted.
         """
         loop = self.loop
-        while must_agree or loop.request is not None or loop.called.has_diverged:
-            wanted = self._agree(loop.request)
+        while True:
+            waits = loop.await_arrival(POLL_S)
+            interrupt()
+            if not (must_agree or loop.request or loop.called.has_diverged):
+                if waits:
+                    return
+                continue
+            numbers = self._agree(BUSY if not waits else loop.request.value if loop.request else 0)
             interrupt()  # an aborted reduction may have returned garbage
-            if wanted is None:
+            wanted = next((kind for kind in Request if numbers[kind.value]), None)
+            if wanted is not None:
+                is_mine = loop.request is wanted
+                answer = self._provide(wanted, interrupt, keeps=is_mine)
+                if is_mine:
+                    loop.answer(answer)
+            elif not numbers[BUSY]:
                 return
-            is_mine = loop.request is wanted
-            answer = self._provide(wanted, interrupt, keeps=is_mine)
-            if is_mine:
-                loop.answer(answer)
 
-    def _agree(self, request: Request | None) -> Request | None:
-        """One of the requests of all workers, None if there is none."""
-        wanted = torch.zeros(len(Request), dtype=torch.int32, device=self.groups.device)
-        if request is not None:
-            wanted[request.value - 1] = 1
-        wait_for(self.groups.world.allreduce([wanted]))
-        numbers = wanted.tolist()
-        return next((kind for kind in Request if numbers[kind.value - 1]), None)
+    def _agree(self, number: int) -> list[int]:
+        """How many workers give each number."""
+        numbers = torch.zeros(1 + BUSY, dtype=torch.int32, device=self.groups.device)
+        numbers[number] = 1
+        wait_for(self.groups.world.allreduce([numbers]))
+        counted: list[int] = numbers.tolist()
+        return counted
 
     def _provide(self, wanted: Request, interrupt: Interrupt, keeps: bool) -> Any:
         if wanted is Request.EVALUATION:

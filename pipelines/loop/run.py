@@ -32,7 +32,7 @@ class Run:
 
     def __init__(
         self,
-        begin: Callable[[Declaration], Iterator[Step]],
+        begin: Callable[[Declaration, Callable[[], bool]], Iterator[Step]],
         part: CalledModule,
         evaluate: Callable[[], Evaluation],
     ) -> None:
@@ -89,9 +89,15 @@ class Run:
         """The remaining steps of `num_steps`, counted from 1; compute each within `with step:`.
 
         A step's gradient is the mean over `microbatches` microbatches, whatever the number of
-        workers; its norm is clipped to `max_grad_norm`. Code after the loop does not run.
+        workers; its norm is clipped to `max_grad_norm`. A `break` ends the run with the last
+        committed step. Code below the loop runs on the first worker.
         """
-        return self._begin(self._declared(num_steps, microbatches, max_grad_norm))
+        declared = self._declared(num_steps, microbatches, max_grad_norm)
+        return self._begin(declared, lambda: self._part.is_stopped)
+
+    def stop(self) -> None:
+        """End the run with the present step, as completed. All workers must call it."""
+        self._part.is_stopped = True
 
     def print(self, *values: Any) -> None:
         """Print within the loop, on one worker only; see `elastic logs`."""

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import dis
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
-from queue import SimpleQueue
-from typing import Any, NoReturn
+from queue import Empty, SimpleQueue
+from types import FrameType
+from typing import Any
 
 from actors.runtime.machine import flush_denormals
 from actors.runtime.substitute_thread import substituted_by
 from pipelines.loop.declaration import Declaration, NotDeclared
-from pipelines.loop.errors import LoopMisused
 from pipelines.loop.script_values import ScriptValues
 from pipelines.loop.step import Engine, Step
 from pipelines.training.workload.workload import LossSums
@@ -30,10 +32,11 @@ class Request(Enum):
 
 
 class Arrived(Enum):
-    """Where a script waits."""
+    """Where a script waits, or that it has ended."""
 
     AT_STEP = 1
     BEHIND_LOOP = 2
+    AT_END = 3
 
 
 @dataclass(frozen=True)
@@ -64,7 +67,12 @@ class Answer:
     value: Any
 
 
-Turn = Begin | Committed | Compute | Answer | None
+@dataclass(frozen=True)
+class Proceed:
+    """Run what stands below the loop."""
+
+
+Turn = Begin | Committed | Compute | Answer | Proceed | None
 """None: the thread is abandoned."""
 Outcome = Declaration | Arrived | Request | list[LossSums] | BaseException
 
@@ -102,21 +110,21 @@ class LoopThread:
         assert isinstance(outcome, Declaration)
         return outcome
 
-    def resume(self, turn: Begin | Committed | Answer) -> None:
+    def resume(self, turn: Begin | Committed | Answer | Proceed) -> None:
         """Let the script run between two bodies; see `arrival`."""
         if self._end is not None:
             raise self._end
         self.is_running = True
         self._turns.put(turn)
 
-    def arrival(self) -> Request | None:
-        """Wait until the script arrives at the body of its next step or behind the loop.
-
-        Returns what it requests on its way, None if it has arrived.
-        """
-        outcome = self._outcome()
+    def arrival(self, limit_s: float | None = None) -> Arrived | Request | None:
+        """Wait until the script arrives, or requests something on its way; None: neither yet."""
+        try:
+            outcome = self._outcome(limit_s)
+        except Empty:
+            return None
         assert isinstance(outcome, Arrived | Request)
-        return outcome if isinstance(outcome, Request) else None
+        return outcome
 
     def compute(self, engine: Engine) -> list[LossSums]:
         """Let the loop's body compute the step at which the script has arrived."""
@@ -130,10 +138,10 @@ class LoopThread:
         """Stop waiting for the function; it ends when it next waits."""
         self._turns.put(None)
 
-    def steps(self, declaration: Declaration) -> Iterator[Step]:
-        """The function's steps, until the thread is abandoned."""
+    def steps(self, declaration: Declaration, is_stopped: Callable[[], bool]) -> Iterator[Step]:
+        """The function's steps, until the thread is abandoned or the script stops the run."""
         self._outcomes.put(declaration)
-        return self._steps(declaration.optimizer_factory.values)
+        return self._steps(declaration.optimizer_factory.values, is_stopped)
 
     def request(self, request: Request) -> Any:
         """Called by the script between two steps: what all workers then provide together."""
@@ -142,9 +150,9 @@ class LoopThread:
         assert isinstance(turn, Answer)
         return turn.value
 
-    def _outcome(self) -> Outcome:
+    def _outcome(self, limit_s: float | None = None) -> Outcome:
         with substituted_by(self._thread):
-            outcome = self._outcomes.get()
+            outcome = self._outcomes.get(timeout=limit_s)
         self.is_running = False
         if isinstance(outcome, BaseException):
             try:
@@ -153,22 +161,27 @@ class LoopThread:
                 del outcome  # breaks the reference cycle of this frame and the traceback
         return outcome
 
-    def _steps(self, values: ScriptValues) -> Iterator[Step]:
+    def _steps(self, values: ScriptValues, is_stopped: Callable[[], bool]) -> Iterator[Step]:
         turn = self._turn()
         assert isinstance(turn, Begin)
         self._next = turn.step
         values.restore()
-        while (step := self._next) is not None:
-            self._step = step
-            step.on_enter, step.on_finish = self._enter, self._finish
-            yield step
-            step.ensure_finished()
-            if step.committed:
-                values.keep()
-            else:
-                values.restore()
+        try:
+            while (step := self._next) is not None and not (step.number > 1 and is_stopped()):
+                self._step = step
+                step.on_enter, step.on_finish = self._enter, self._finish
+                yield step
+                step.ensure_finished()
+                if step.committed:
+                    values.keep()
+                else:
+                    values.restore()
+        except GeneratorExit:
+            if not leaves_by_itself(sys._getframe(1)):
+                raise  # by an exception, which is reported when it arrives
         self._outcomes.put(Arrived.BEHIND_LOOP)
-        self._wait_for_ever()
+        while not isinstance(self._turns.get(), Proceed):
+            """Only the first worker runs on; to raise here would not end a script's `break`."""
 
     def _enter(self) -> Engine:
         """Called at the start of a step's body."""
@@ -188,37 +201,27 @@ class LoopThread:
         self._next = turn.step
         return False
 
-    def _turn(self) -> Begin | Committed | Compute | Answer:
+    def _turn(self) -> Begin | Committed | Compute | Answer | Proceed:
         turn = self._turns.get()
         if turn is None:
             raise Abandoned
         return turn
 
-    def _wait_for_ever(self) -> NoReturn:
-        self._turn()
-        raise Abandoned
-
     def _run(self) -> None:
         flush_denormals()
         try:
             self._function(self)
-            if self._step is not None and self._next is None:  # a `break` in the last step
-                self._outcomes.put(Arrived.BEHIND_LOOP)
+            if self._step is not None:
+                self._outcomes.put(Arrived.AT_END)
                 return
-            self._end = self._early_end()
+            self._end = NotDeclared(
+                "the script ended without a step: loop over run.steps(num_steps)"
+            )
         except Abandoned:
             return
         except BaseException as error:
             self._end = _as_failure(error)
         self._outcomes.put(self._end)
-
-    def _early_end(self) -> LoopMisused:
-        if self._next is None:
-            return NotDeclared("the script ended without a step: loop over run.steps(num_steps)")
-        return LoopMisused(
-            f"step {self._next.number}: the script left the loop before it; to stop there, "
-            f"use run.steps({self._next.number - 1}) or --steps {self._next.number - 1}"
-        )
 
 
 def _as_failure(error: BaseException) -> BaseException:
@@ -227,3 +230,22 @@ def _as_failure(error: BaseException) -> BaseException:
         return error
     failure = RuntimeError(f"the loop ended by {type(error).__name__}: {error}")
     return failure.with_traceback(error.__traceback__)
+
+
+def leaves_by_itself(frame: FrameType | None) -> bool:
+    """Whether the code that closes an iterator leaves its loop by `break` or `return`.
+
+    Then it is at the instruction that drops the iterator, and otherwise at one that has raised.
+    Generators around the iterator, such as tqdm's, are closed with it at their `yield`.
+    """
+    while frame is not None:
+        names = {i.offset: i.opname for i in dis.get_instructions(frame.f_code)}
+        name = names.get(frame.f_lasti, "")
+        if name not in SUSPENDED:
+            return name in DROPPING
+        frame = frame.f_back
+    return False
+
+
+SUSPENDED = {"YIELD_VALUE", "RESUME"}
+DROPPING = {"POP_TOP", "POP_ITER", "END_FOR"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Callable, Iterator
 from copy import deepcopy
 from pathlib import Path
@@ -150,6 +151,11 @@ def plain_whole_model() -> Iterator[dict[str, Tensor]]:
         yield deepcopy(values_of(model))
 
 
+def plain_whole_model_losses() -> Iterator[float]:
+    model, optimizer, _, loader = build_training(is_scheduled=False)
+    yield from plain(model, optimizer, None, loader, NUM_STEPS, NUM_MICROBATCHES)
+
+
 @torch.no_grad()
 def values_of(model: nn.Module) -> dict[str, Tensor]:
     """The state of a model, and its output in evaluation."""
@@ -163,6 +169,50 @@ def note_values(number: int, moment: str, values: dict[str, Tensor]) -> None:
     if FOLDER in os.environ:
         name = Path(os.environ[FOLDER]) / f"{moment}-{number}-{os.getpid()}.pt"
         torch.save(values, name)
+
+
+STOP_STEP = 10
+
+
+def break_early(run: Run) -> None:
+    """A loop that is left by `break` behind another iterator, and code below it."""
+    model, optimizer, _, loader = build_training(is_scheduled=False)
+    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    for step in wrapped(run.steps(NUM_STEPS, microbatches=NUM_MICROBATCHES)):
+        with step:
+            compute(step, model)
+        if step.committed and step.number == STOP_STEP:
+            break
+    note_values(STOP_STEP, "below", values_of(model))
+
+
+def wrapped(steps: Iterator[Any]) -> Iterator[Any]:
+    """What tqdm does."""
+    for step in steps:  # noqa: UP028
+        yield step
+
+
+def stop_early(run: Run) -> None:
+    """A loop that ends because the script has stopped the run, and slow code below it."""
+    model, optimizer, _, loader = build_training(is_scheduled=False)
+    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    for step in run.steps(NUM_STEPS, microbatches=NUM_MICROBATCHES):
+        with step:
+            compute(step, model)
+        if step.committed and step.number == STOP_STEP:
+            run.stop()
+    time.sleep(3)
+    note_values(STOP_STEP, "below", values_of(model))
+
+
+def raise_between_steps(run: Run) -> None:
+    model, optimizer, _, loader = build_training(is_scheduled=False)
+    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    for step in wrapped(run.steps(NUM_STEPS, microbatches=NUM_MICROBATCHES)):
+        with step:
+            compute(step, model)
+        if step.committed and step.number == STOP_STEP:
+            raise ValueError("a mistake between two steps")
 
 
 PLAIN: dict[str, Callable[[], Iterator[float]]] = {

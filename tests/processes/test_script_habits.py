@@ -16,10 +16,16 @@ from elastic.protocol.events import LayoutRequested
 from pipelines.loop.script import script_of
 
 
-def run_habit(folder: Path, name: str) -> Outcome:
-    """A run in which two workers die, others join, and the layout changes."""
+def run_habit(
+    folder: Path,
+    name: str,
+    num_deaths: int = 2,
+    target: str | None = "fsdp=3",
+    outcome: str = "completed",
+) -> Outcome:
+    """A run in which workers die, others join, and the layout may change."""
     (marks := folder / "marks").mkdir()
-    due = ((11, LayoutRequested("shards", TargetLayout.parse("fsdp=3"))),)
+    due = ((11, LayoutRequested("shards", TargetLayout.parse(target))),) if target else ()
     run = run_in_processes(
         folder,
         script_of(getattr(script_habits, name)).settings,
@@ -29,9 +35,9 @@ def run_habit(folder: Path, name: str) -> Outcome:
         environment={loops.FOLDER: str(marks)},
         due=due,
     )
-    assert run.stopped.outcome == "completed", run.stopped
+    assert run.stopped.outcome == outcome, run.stopped
     assert_no_step_repeated(run)
-    assert len(run.lines_of("WorkerLost")) == 2
+    assert len(run.lines_of("WorkerLost")) == num_deaths
     return run
 
 
@@ -61,3 +67,24 @@ def test_script_uses_its_whole_model_between_steps(tmp_path: Path) -> None:
             torch.testing.assert_close(value, expected[number - 1][name], rtol=1e-9, atol=1e-12)
     assert len([file for file in files if file.name.startswith("first")]) == len(every)
     assert run.losses()
+
+
+@pytest.mark.parametrize("name", ["break_early", "stop_early"])
+def test_script_ends_the_run_and_runs_on_below_its_loop_on_one_worker(
+    name: str, tmp_path: Path
+) -> None:
+    run = run_habit(tmp_path, name, num_deaths=1, target=None)
+    losses = list(script_habits.plain_whole_model_losses())[: script_habits.STOP_STEP]
+    assert list(run.losses().values()) == pytest.approx(losses, rel=1e-9)
+    [file] = (tmp_path / "marks").glob("below-*.pt")
+    expected = list(script_habits.plain_whole_model())[script_habits.STOP_STEP - 1]
+    for key, value in torch.load(file).items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12)
+    assert [path.name for path in (run.folder / "checkpoints").glob("step-*")]
+
+
+def test_mistake_between_two_steps_ends_the_run_with_its_traceback(tmp_path: Path) -> None:
+    run = run_habit(tmp_path, "raise_between_steps", num_deaths=1, target=None, outcome="failed")
+    assert "ValueError: a mistake between two steps" in run.stopped.reason
+    assert 'raise ValueError("a mistake' in run.stopped.traceback
+    assert max(run.losses()) == script_habits.STOP_STEP

@@ -164,6 +164,11 @@ class ShardedReplica:
         self.state.drop_gradients()
         return Applied(lr, norm, skipped)
 
+    @property
+    def is_done(self) -> bool:
+        """Only a script ends a run early."""
+        return False
+
     def between_steps(self, interrupt: Interrupt | None) -> None:
         """Nothing: only a script has code between two steps."""
 
