@@ -80,7 +80,7 @@ ALTERNATIVES = (
 NCCL_NAMES = {"torch.distributed.ProcessGroupNCCL.Options": ("_timeout", "config")}
 """In builds of torch with NCCL only."""
 
-MODULE_NAMES = ("_buffers", "_non_persistent_buffers_set", "_parameters")
+MODULE_NAMES = ("_buffers", "_modules", "_non_persistent_buffers_set", "_parameters")
 """Attributes of every module, which its constructor sets."""
 
 

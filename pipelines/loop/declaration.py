@@ -8,9 +8,9 @@ from typing import Any
 
 from torch import nn
 
-from pipelines.loop.called_module import CalledModule
-from pipelines.loop.errors import LoopMisused
-from pipelines.loop.stepping import ScriptOptimizerFactory
+from pipelines.loop.prepared.called_module import CalledModule
+from pipelines.loop.prepared.errors import LoopMisused
+from pipelines.loop.prepared.optimizer_factory import ScriptOptimizerFactory
 from pipelines.settings import ReadingSettings
 from pipelines.settings.recipe import Dataset
 

@@ -8,12 +8,12 @@ from weakref import finalize
 
 from torch import nn
 
-from pipelines.loop.called_module import CalledModule
 from pipelines.loop.declaration import Declaration
+from pipelines.loop.prepared.called_module import CalledModule
+from pipelines.loop.prepared.optimizer_factory import LoopOptimizerFactory
+from pipelines.loop.prepared.script_values import ScriptValues
 from pipelines.loop.run import Run
-from pipelines.loop.script_values import ScriptValues
 from pipelines.loop.step import Engine, Step
-from pipelines.loop.stepping import LoopOptimizerFactory
 from pipelines.loop.thread import (
     Answer,
     Arrived,

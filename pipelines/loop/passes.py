@@ -38,7 +38,9 @@ class LoopPasses(SequentialPasses):
 
     def train(self, microbatch_inputs: Iterable[Any], num_rounds: int) -> list[LossSums]:
         engine = LoopEngine(iter(microbatch_inputs), num_rounds, self.sharded, self.moving)
-        return self.loop.compute(engine, self.module)
+        sums = self.loop.compute(engine, self.module)
+        used = self.loop.values.scaler.used
+        return [LossSums(part.loss / used, part.num_tokens) for part in sums]
 
 
 class LoopEngine:

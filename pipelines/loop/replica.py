@@ -9,11 +9,12 @@ import torch
 from torch import Tensor
 
 from actors.distributed.stall import wait_for
+from actors.distributed.torch_private import scale_tensors
 from actors.runtime.program import Applied, Groups, Interrupt
 from elastic.protocol.votes import Vote
-from pipelines.loop.errors import LoopMisused
 from pipelines.loop.loop import Loop
 from pipelines.loop.passes import LoopPasses
+from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.thread import Request
 from pipelines.loop.whole_weights import gather_whole
 from pipelines.settings import TrainSettings
@@ -76,8 +77,13 @@ class LoopReplica(ShardedReplica):
         self._agrees = True
         return super().compute(step, interrupt, skipped_batches)
 
+    def unscale_gradients(self) -> None:
+        if (used := self.loop.values.scaler.used) != 1.0:
+            scale_tensors(list(self.state.gradients().values()), 1 / used)
+
     def apply(self, step: int, vote: Vote) -> Applied:
         applied = super().apply(step, vote)
+        self.loop.values.scaler.update(applied.skipped)
         if not self._is_alone:
             following = step + 1 if step < self.settings.steps else 0
             self.loop.commit(following, self._epoch(step + 1))

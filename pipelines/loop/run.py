@@ -7,22 +7,25 @@ from collections.abc import Callable, Iterator, Sized
 from typing import Any
 
 from torch import nn
+from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, IterableDataset, RandomSampler
 
 from actors.runtime.program import Evaluation
-from pipelines.loop.called_module import CalledModule, Moment
 from pipelines.loop.declaration import Declaration, EvaluationSetup
-from pipelines.loop.errors import LoopMisused
-from pipelines.loop.prepared import (
+from pipelines.loop.prepared.called_module import CalledModule, Moment
+from pipelines.loop.prepared.errors import LoopMisused
+from pipelines.loop.prepared.loss_scaler import LossScaler
+from pipelines.loop.prepared.model import prepare_model
+from pipelines.loop.prepared.optimizer_factory import ScriptOptimizerFactory
+from pipelines.loop.prepared.wrappers import (
     PreparedLoader,
     PreparedOptimizer,
+    PreparedScaler,
     PreparedScheduler,
-    prepare_model,
 )
 from pipelines.loop.step import Step
-from pipelines.loop.stepping import ScriptOptimizerFactory
 from pipelines.settings import ReadingSettings
 from pipelines.settings.recipe import Dataset
 
@@ -44,6 +47,7 @@ class Run:
         self._model: nn.Module | None = None
         self._optimizer: Optimizer | None = None
         self._schedulers: list[LRScheduler] = []
+        self._scaler: LossScaler | None = None
         self._factory: ScriptOptimizerFactory | None = None
         self._loader: DataLoader[Any] | None = None
         self._evaluation: EvaluationSetup | None = None
@@ -116,7 +120,9 @@ class Run:
             missing = [kind for kind, item in kinds.items() if item is None]
             raise LoopMisused(f"run.steps: pass run.prepare the {' and the '.join(missing)} first")
         names = {parameter: name for name, parameter in model.named_parameters()}
-        self._factory = ScriptOptimizerFactory(optimizer, self._schedulers, names, max_grad_norm)
+        self._factory = ScriptOptimizerFactory(
+            optimizer, self._schedulers, names, max_grad_norm, self._scaler
+        )
         dataset = loader.dataset
         assert loader.batch_size is not None and isinstance(dataset, Sized)
         return Declaration(
@@ -154,6 +160,10 @@ class Run:
             case LRScheduler():
                 self._schedulers.append(item)
                 return PreparedScheduler(item, self._before_schedule)
+            case GradScaler():
+                _refuse_second(self._scaler, "scaler")
+                self._scaler = LossScaler(item)
+                return PreparedScaler(item, self._scaler)
             case DataLoader():
                 _refuse_second(self._loader, "loader")
                 _refuse_other_order(item)
@@ -161,7 +171,7 @@ class Run:
                 return PreparedLoader(item)
         raise LoopMisused(
             f"run.prepare: cannot prepare {type(item).__name__}; pass a model, an optimizer, "
-            "learning-rate schedulers, and a DataLoader"
+            "learning-rate schedulers, a GradScaler, and a DataLoader"
         )
 
 

@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from actors.runtime.program import Evaluation
-from pipelines.loop.called_module import CalledModule
 from pipelines.loop.declaration import Declaration, NotDeclared
-from pipelines.loop.errors import LoopMisused
-from pipelines.loop.prepared import plain
+from pipelines.loop.prepared.called_module import CalledModule
+from pipelines.loop.prepared.errors import LoopMisused
+from pipelines.loop.prepared.model import plain
 from pipelines.loop.run import Run
 from pipelines.loop.step import Step
 from pipelines.settings import CustomModelSettings, TrainSettings

@@ -10,8 +10,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from pipelines.loop.called_module import CalledModule
-from pipelines.loop.errors import LoopMisused
+from pipelines.loop.prepared.called_module import CalledModule
+from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.training.workload.workload import LossSums, at_least_float32
 
 

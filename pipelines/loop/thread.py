@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dis
-import sys
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from inspect import currentframe
 from queue import Empty, SimpleQueue
 from types import FrameType
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 from actors.runtime.machine import flush_denormals
 from actors.runtime.substitute_thread import substituted_by
 from pipelines.loop.declaration import Declaration, NotDeclared
-from pipelines.loop.script_values import ScriptValues
+from pipelines.loop.prepared.script_values import ScriptValues
 from pipelines.loop.step import Engine, Step
 from pipelines.training.workload.workload import LossSums
 
@@ -75,6 +75,12 @@ class Proceed:
 Turn = Begin | Committed | Compute | Answer | Proceed | None
 """None: the thread is abandoned."""
 Outcome = Declaration | Arrived | Request | list[LossSums] | BaseException
+
+
+SUSPENDED = {"YIELD_VALUE", "RESUME"}
+"""The instructions at which a generator waits."""
+DROPPING = {"POP_TOP", "POP_ITER", "END_FOR"}
+"""The instructions that drop an iterator, in various versions of Python."""
 
 
 class LoopThread:
@@ -177,7 +183,7 @@ class LoopThread:
                 else:
                     values.restore()
         except GeneratorExit:
-            if not leaves_by_itself(sys._getframe(1)):
+            if not _leaves_by_itself(currentframe()):
                 raise  # by an exception, which is reported when it arrives
         self._outcomes.put(Arrived.BEHIND_LOOP)
         while not isinstance(self._turns.get(), Proceed):
@@ -232,20 +238,15 @@ def _as_failure(error: BaseException) -> BaseException:
     return failure.with_traceback(error.__traceback__)
 
 
-def leaves_by_itself(frame: FrameType | None) -> bool:
-    """Whether the code that closes an iterator leaves its loop by `break` or `return`.
+def _leaves_by_itself(frame: FrameType | None) -> bool:
+    """Whether the code that closes a generator leaves its loop by `break` or `return`.
 
-    Then it is at the instruction that drops the iterator, and otherwise at one that has raised.
-    Generators around the iterator, such as tqdm's, are closed with it at their `yield`.
+    Then it is at the instruction that drops the generator, and otherwise at one that has raised.
+    Generators around this one, such as tqdm's, are closed with it at their `yield`.
     """
-    while frame is not None:
+    while (frame := frame.f_back if frame else None) is not None:
         names = {i.offset: i.opname for i in dis.get_instructions(frame.f_code)}
         name = names.get(frame.f_lasti, "")
         if name not in SUSPENDED:
             return name in DROPPING
-        frame = frame.f_back
     return False
-
-
-SUSPENDED = {"YIELD_VALUE", "RESUME"}
-DROPPING = {"POP_TOP", "POP_ITER", "END_FOR"}

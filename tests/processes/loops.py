@@ -38,10 +38,10 @@ class Net(nn.Module):
 
 
 def build_training(
-    num_readers: int = 0, is_scheduled: bool = True
+    num_readers: int = 0, is_scheduled: bool = True, dtype: torch.dtype = torch.float64
 ) -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader[Any]]:
     torch.manual_seed(3)
-    model = Net().double()
+    model = Net().to(dtype)
     groups = [
         {"params": [p for p in model.parameters() if p.ndim > 1], "weight_decay": 0.01},
         {"params": [p for p in model.parameters() if p.ndim <= 1]},
@@ -50,7 +50,7 @@ def build_training(
     scheduler = None
     if is_scheduled:
         scheduler = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: (step + 1) / 12)
-    data = TensorDataset(torch.randn(100, 8).double(), torch.arange(100) % 3)
+    data = TensorDataset(torch.randn(100, 8).to(dtype), torch.arange(100) % 3)
     loader = DataLoader(
         data,
         batch_size=MICROBATCH,

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from loops import FOLDER, NUM_MICROBATCHES, NUM_STEPS, build_training, die_once, plain
 from torch import Tensor, nn
+from torch.amp import GradScaler
 from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import TensorDataset
 
@@ -220,3 +221,73 @@ PLAIN: dict[str, Callable[[], Iterator[float]]] = {
     "one_cycle": plain_one_cycle,
     "plateau": plain_plateau,
 }
+
+
+OVERFLOW_STEP, GROWTH_INTERVAL = 13, 5
+
+
+def scaler_of() -> GradScaler:
+    return GradScaler("cpu", init_scale=1024.0, growth_interval=GROWTH_INTERVAL)
+
+
+def loss_scaler(run: Run) -> None:
+    """A scaled loss, whose gradient overflows in one step."""
+    model, optimizer, _, loader = build_training(is_scheduled=False)
+    scaler = scaler_of()
+    model, optimizer, scaler, loader = run.prepare(model, optimizer, scaler, loader)
+    for step in run.steps(NUM_STEPS, microbatches=NUM_MICROBATCHES):
+        with step:
+            for number, (points, labels) in enumerate(step.batches()):
+                if step.number in (8, 16) and number == 1:
+                    die_once(step, f"step {step.number}")
+                loss = nn.functional.cross_entropy(model(points), labels)
+                if step.number == OVERFLOW_STEP:
+                    loss.register_hook(lambda gradient: gradient * float("inf"))
+                step.backward(scaler.scale(loss))
+            scaler.unscale_(optimizer)
+            scaler.step(optimizer)
+            scaler.update()
+            optimizer.zero_grad()
+        if step.committed and step.is_first_worker:
+            note_values(step.number, "scale", {"scale": torch.tensor(scaler.get_scale())})
+
+
+def plain_loss_scaler() -> Iterator[float]:
+    """The losses; the step whose gradients overflow has no effect."""
+    model, optimizer, _, loader = build_training(is_scheduled=False)
+    losses = plain(model, optimizer, None, loader, NUM_STEPS, NUM_MICROBATCHES)
+    for number in range(1, NUM_STEPS + 1):
+        before = deepcopy((model.state_dict(), optimizer.state_dict()))
+        yield next(losses)
+        if number == OVERFLOW_STEP:
+            model.load_state_dict(before[0])
+            optimizer.load_state_dict(before[1])
+
+
+def plain_scales() -> Iterator[float]:
+    """The scales after each step, by the rule of `GradScaler.update`."""
+    scale, num_good = 1024.0, 0
+    for number in range(1, NUM_STEPS + 1):
+        num_good = 0 if number == OVERFLOW_STEP else num_good + 1
+        if number == OVERFLOW_STEP:
+            scale *= 0.5
+        elif num_good == GROWTH_INTERVAL:
+            scale, num_good = scale * 2, 0
+        yield scale
+
+
+def autocast(run: Run) -> None:
+    model, optimizer, _, loader = build_training(is_scheduled=False, dtype=torch.float32)
+    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    for step in run.steps(NUM_STEPS, microbatches=NUM_MICROBATCHES):
+        with step, torch.autocast("cpu", dtype=torch.bfloat16):
+            compute(step, model)
+
+
+def plain_autocast() -> Iterator[float]:
+    model, optimizer, _, loader = build_training(is_scheduled=False, dtype=torch.float32)
+    losses = plain(model, optimizer, None, loader, NUM_STEPS, NUM_MICROBATCHES)
+    for _ in range(NUM_STEPS):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            loss = next(losses)
+        yield loss

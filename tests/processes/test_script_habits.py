@@ -88,3 +88,25 @@ def test_mistake_between_two_steps_ends_the_run_with_its_traceback(tmp_path: Pat
     assert "ValueError: a mistake between two steps" in run.stopped.reason
     assert 'raise ValueError("a mistake' in run.stopped.traceback
     assert max(run.losses()) == script_habits.STOP_STEP
+
+
+def test_loss_scale_is_part_of_the_state_and_an_overflow_has_no_effect(tmp_path: Path) -> None:
+    run = run_habit(tmp_path, "loss_scaler")
+    expected = dict(enumerate(script_habits.plain_loss_scaler(), start=1))
+    del expected[script_habits.OVERFLOW_STEP]
+    losses = run.losses()
+    assert losses.pop(script_habits.OVERFLOW_STEP, None) is expected.pop(
+        script_habits.OVERFLOW_STEP
+    )
+    assert losses == pytest.approx(expected, rel=1e-9)
+    scales = dict(enumerate(script_habits.plain_scales(), start=1))
+    files = list((tmp_path / "marks").glob("scale-*.pt"))
+    for file in files:
+        assert float(torch.load(file)["scale"]) == scales[int(file.name.split("-")[1])]
+    assert len(files) == len(scales)
+
+
+def test_autocast_in_the_body_is_that_of_a_plain_loop(tmp_path: Path) -> None:
+    run = run_habit(tmp_path, "autocast")
+    expected = dict(enumerate(script_habits.plain_autocast(), start=1))
+    assert run.losses() == pytest.approx(expected, rel=2e-3)

@@ -53,6 +53,7 @@ LEVELS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("observe/sidecar",),
         ("observe/tracking",),
         ("observe/view", "hugging_face", "loop"),
+        ("loop/prepared",),
         ("observe/history", "training"),
         ("observe", "training/replica"),
         ("training/custom",),

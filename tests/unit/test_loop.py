@@ -18,10 +18,10 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from pipelines.loop import Run, Step
-from pipelines.loop.errors import LoopMisused
 from pipelines.loop.loop import Loop
+from pipelines.loop.prepared.errors import LoopMisused
+from pipelines.loop.prepared.optimizer_factory import ScriptOptimizerFactory
 from pipelines.loop.script import script_of
-from pipelines.loop.stepping import ScriptOptimizerFactory
 from pipelines.training.workload.workload import LossSums
 
 

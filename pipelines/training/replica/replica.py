@@ -134,9 +134,13 @@ class ShardedReplica:
             gradients = self.state.gradients()
             partial = [gradients[name] for name in self.partial_gradients]
             reduce_partial_gradients(partial, self.parallel.tp)
+        self.unscale_gradients()
         self.step_statistics.note_gradients()
         sums[2] = self.state.squared_norm()
         return sums
+
+    def unscale_gradients(self) -> None:
+        """Nothing: only a script scales its losses."""
 
     def read_early(self) -> None:
         """Read the next step's first pass; see `StepSamples.read_early`."""

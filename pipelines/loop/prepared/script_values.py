@@ -10,21 +10,28 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from pipelines.loop.errors import LoopMisused
+from pipelines.loop.prepared.errors import LoopMisused
+from pipelines.loop.prepared.loss_scaler import LossScaler
 
 PARAMETERS = "params"
 
 
 class ScriptValues:
-    """The hyperparameters of an optimizer's groups and the state of its schedulers.
+    """The hyperparameters of an optimizer's groups, the state of its schedulers, the loss scale.
 
     The script changes them by hand or by `scheduler.step()`, on each worker alike. The optimizer
     gets those of the moment at which the script would step it.
     """
 
-    def __init__(self, optimizer: Optimizer, schedulers: Sequence[LRScheduler]) -> None:
+    def __init__(
+        self,
+        optimizer: Optimizer,
+        schedulers: Sequence[LRScheduler],
+        scaler: LossScaler | None = None,
+    ) -> None:
         self._optimizer = optimizer
         self._schedulers = schedulers
+        self.scaler = scaler or LossScaler()
         self.kept = self._read()
         """All numbers at the beginning of the present step, in an order that does not change."""
         self.taken: list[dict[str, Any]] | None = None
@@ -34,7 +41,7 @@ class ScriptValues:
         """Begin the next step with the present numbers. Raises `LoopMisused` for more or fewer."""
         numbers = self._read()
         self._refuse_change(len(numbers))
-        self.kept, self.taken = numbers, None
+        self.kept, self.taken, self.scaler.used = numbers, None, 1.0
 
     def restore(self) -> None:
         """Begin a step again, or in another worker's place, with its numbers."""
@@ -44,6 +51,7 @@ class ScriptValues:
             group |= _replaced(_hyperparameters(group), remaining)
         for scheduler in self._schedulers:
             scheduler.load_state_dict(_replaced(scheduler.state_dict(), remaining))
+        self.scaler.load(list(remaining))
         self.taken = None
 
     def take(self) -> None:
@@ -64,6 +72,7 @@ class ScriptValues:
     def _parts(self) -> Iterator[Any]:
         yield from (_hyperparameters(group) for group in self._optimizer.param_groups)
         yield from (scheduler.state_dict() for scheduler in self._schedulers)
+        yield self.scaler.numbers()
 
 
 def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:

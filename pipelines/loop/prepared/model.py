@@ -1,19 +1,14 @@
-"""What `run.prepare` returns for a model, an optimizer, a scheduler and a loader."""
+"""A prepared model: the same object, whose calls reach the trained values."""
 
 from __future__ import annotations
 
-import warnings
-from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
 from actors.distributed.torch_private import leads_to_tensors
-from pipelines.loop.called_module import CalledModule, Moment
-from pipelines.loop.errors import LoopMisused
+from pipelines.loop.prepared.called_module import CalledModule, Moment
+from pipelines.loop.prepared.errors import LoopMisused
 
 CALLED = "_elastic_called"
 
@@ -115,72 +110,3 @@ def _refuse_in_step(model: nn.Module, what: str) -> None:
             "two steps, and clip gradients with run.steps(..., max_grad_norm=...)"
         )
     _refresh(model)
-
-
-class PreparedOptimizer:
-    """Wrapper of an optimizer: the run steps it when the step commits, with the hyperparameters
-    that its groups have when the script calls `step`."""
-
-    def __init__(self, declared: Optimizer, take: Callable[[], None]) -> None:
-        self.declared = declared
-        self._take = take
-
-    def step(self) -> None:
-        """Fixes the hyperparameters of the present step; the run steps when it commits."""
-        self._take()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing: the run zeroes the gradients."""
-
-    @property
-    def param_groups(self) -> list[dict[str, Any]]:
-        return self.declared.param_groups
-
-    def __getattr__(self, name: str) -> NoReturn:
-        _refuse_private(name)
-        raise LoopMisused(
-            f"optimizer.{name}: not available after run.prepare: the run owns the optimizer and "
-            "shards its state over the workers"
-        )
-
-
-class PreparedScheduler:
-    """Wrapper of a scheduler, whose state is part of the run's; the script steps it."""
-
-    def __init__(self, declared: LRScheduler, before_step: Callable[[], None]) -> None:
-        self.declared = declared
-        self._before_step = before_step
-
-    def step(self, *arguments: Any, **keywords: Any) -> None:
-        """Step the schedule; within a step it counts from the next step on."""
-        self._before_step()
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", UserWarning)  # "scheduler before optimizer.step()"
-            self.declared.step(*arguments, **keywords)
-
-    def __getattr__(self, name: str) -> Any:
-        _refuse_private(name)
-        return getattr(self.declared, name)
-
-
-class PreparedLoader:
-    """Wrapper of a loader: its length is an epoch in microbatches; it cannot be iterated."""
-
-    def __init__(self, declared: DataLoader[Any]) -> None:
-        self.declared = declared
-
-    def __len__(self) -> int:
-        return len(self.declared)
-
-    @property
-    def dataset(self) -> Any:
-        return self.declared.dataset
-
-    def __iter__(self) -> NoReturn:
-        raise LoopMisused("the loader cannot be iterated: loop over `step.batches()` instead")
-
-
-def _refuse_private(name: str) -> None:
-    """Raise `AttributeError` for private names, whose existence Python itself probes."""
-    if name.startswith("_"):
-        raise AttributeError(name)

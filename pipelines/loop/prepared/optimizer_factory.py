@@ -11,8 +11,9 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from pipelines.loop.errors import LoopMisused
-from pipelines.loop.script_values import PARAMETERS, ScriptValues
+from pipelines.loop.prepared.errors import LoopMisused
+from pipelines.loop.prepared.loss_scaler import LossScaler
+from pipelines.loop.prepared.script_values import PARAMETERS, ScriptValues
 
 NUMBER = "script_group"
 """The key of a group's number among the script's groups."""
@@ -32,6 +33,7 @@ class ScriptOptimizerFactory:
         schedulers: Sequence[LRScheduler],
         names: Mapping[nn.Parameter, str],
         max_grad_norm: float | None,
+        scaler: LossScaler | None = None,
     ) -> None:
         """`names` are the names of the model's parameters.
 
@@ -40,7 +42,7 @@ class ScriptOptimizerFactory:
         """
         _refuse_foreign(optimizer, schedulers)
         self.max_grad_norm = max_grad_norm
-        self.values = ScriptValues(optimizer, schedulers)
+        self.values = ScriptValues(optimizer, schedulers, scaler)
         self._optimizer = optimizer
         self._groups = [
             {key: value for key, value in group.items() if key != PARAMETERS} | {NUMBER: number}

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from actors.distributed.torch_private import num_changes
-from pipelines.loop.errors import LoopMisused
+from pipelines.loop.prepared.errors import LoopMisused
 
 
 class Moment(Enum):

@@ -1,0 +1,1 @@
+"""What `run.prepare` makes of the objects of a script."""

@@ -1,0 +1,124 @@
+"""Wrappers that `run.prepare` returns for an optimizer, a scheduler, a scaler and a loader."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any, NoReturn
+
+from torch import Tensor
+from torch.amp import GradScaler
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+from torch.utils.data import DataLoader
+
+from pipelines.loop.prepared.errors import LoopMisused
+from pipelines.loop.prepared.loss_scaler import LossScaler
+
+ASKED_BY_SCALERS = "_step_supports_amp_scaling"
+"""An attribute of optimizers for which a `GradScaler` asks before it steps one."""
+
+
+class PreparedOptimizer:
+    """Wrapper of an optimizer: the run steps it when the step commits, with the hyperparameters
+    that its groups have when the script calls `step`."""
+
+    def __init__(self, declared: Optimizer, take: Callable[[], None]) -> None:
+        self.declared = declared
+        self._take = take
+
+    def step(self) -> None:
+        """Fixes the hyperparameters of the present step; the run steps when it commits."""
+        self._take()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Does nothing: the run zeroes the gradients."""
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        return self.declared.param_groups
+
+    def __getattr__(self, name: str) -> NoReturn:
+        if name == ASKED_BY_SCALERS:
+            raise LoopMisused("a GradScaler: pass it to run.prepare, too, and use what it returns")
+        _refuse_private(name)
+        raise LoopMisused(
+            f"optimizer.{name}: not available after run.prepare: the run owns the optimizer and "
+            "shards its state over the workers"
+        )
+
+
+class PreparedScaler:
+    """Wrapper of a `GradScaler`, whose scale is part of the run's state.
+
+    The run unscales the gradients, skips a step in which one of them is not finite, and updates the
+    scale when the step commits.
+    """
+
+    def __init__(self, declared: GradScaler, scaler: LossScaler) -> None:
+        self.declared = declared
+        self._scaler = scaler
+
+    def scale(self, outputs: Tensor) -> Tensor:
+        """The loss times the scale, to be passed to `step.backward`."""
+        return self._scaler.scaled(outputs)
+
+    def unscale_(self, optimizer: Any) -> None:
+        """Does nothing: the run unscales the gradients before it clips them."""
+
+    def step(self, optimizer: Any, *arguments: Any, **keywords: Any) -> None:
+        """As `optimizer.step()`."""
+        optimizer.step()
+
+    def update(self, new_scale: float | None = None) -> None:
+        """Does nothing without `new_scale`: the run updates the scale."""
+        if new_scale is not None:
+            self._scaler.scale = float(new_scale)
+
+    def get_scale(self) -> float:
+        return self._scaler.scale
+
+    def is_enabled(self) -> bool:
+        return self._scaler.is_enabled
+
+
+class PreparedScheduler:
+    """Wrapper of a scheduler, whose state is part of the run's; the script steps it."""
+
+    def __init__(self, declared: LRScheduler, before_step: Callable[[], None]) -> None:
+        self.declared = declared
+        self._before_step = before_step
+
+    def step(self, *arguments: Any, **keywords: Any) -> None:
+        """Step the schedule; within a step it counts from the next step on."""
+        self._before_step()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # "scheduler before optimizer.step()"
+            self.declared.step(*arguments, **keywords)
+
+    def __getattr__(self, name: str) -> Any:
+        _refuse_private(name)
+        return getattr(self.declared, name)
+
+
+class PreparedLoader:
+    """Wrapper of a loader: its length is an epoch in microbatches; it cannot be iterated."""
+
+    def __init__(self, declared: DataLoader[Any]) -> None:
+        self.declared = declared
+
+    def __len__(self) -> int:
+        return len(self.declared)
+
+    @property
+    def dataset(self) -> Any:
+        return self.declared.dataset
+
+    def __iter__(self) -> NoReturn:
+        raise LoopMisused("the loader cannot be iterated: loop over `step.batches()` instead")
+
+
+def _refuse_private(name: str) -> None:
+    """Raise `AttributeError` for private names, whose existence Python itself probes."""
+    if name.startswith("_"):
+        raise AttributeError(name)
