@@ -65,6 +65,7 @@ from pipelines.settings import TrainSettings
 from pipelines.settings.home import expand_home
 from pipelines.settings.overrides import Given, differing_training_settings, first_problem, override
 from pipelines.settings.recipe import Recipe
+from pipelines.settings.script_file import shipped
 from pipelines.settings.user_code import user_code_errors
 
 
@@ -159,7 +160,7 @@ def make_plan(request: TrainRequest, num_gpus: int) -> RunPlan:
         name=folder.name,
         folder=folder.url,
         opening=RunOpened(0, policy, target_layout, job),
-        program=factory,
+        program=replace(factory, kwargs=shipped(factory.kwargs, request.recipe, request.arguments)),
         options=replace(options, max_snapshot_bytes=most_bytes(program.specs())),
         draining_workers=draining_workers,
         observers=(

@@ -25,7 +25,7 @@ from pipelines.hugging_face.pretrained import open_pretrained
 from pipelines.loop.loop import Loop
 from pipelines.loop.replica import LoopReplica
 from pipelines.loop.script import Script, recipe_of
-from pipelines.run.recipes import load
+from pipelines.run.recipes import load, load_shipped
 from pipelines.settings import (
     CustomModelSettings,
     HuggingFaceSettings,
@@ -34,6 +34,7 @@ from pipelines.settings import (
     TransformerSettings,
 )
 from pipelines.settings.recipe import Recipe
+from pipelines.settings.script_file import ScriptFile
 from pipelines.training.checkpoint.part_file import write_part
 from pipelines.training.checkpoint.reader import read_regions
 from pipelines.training.custom.custom_module import MAX_WHOLE_BYTES
@@ -54,7 +55,7 @@ class TrainingProgram:
 
     `settings` are those of `TrainSettings`, as JSON. `data_folder` is the folder or URL of the
     prepared data, None for synthetic data. `device` is by default the GPU if there is one.
-    `recipe` is a custom recipe, a custom training loop, or the name of either
+    `recipe` is a custom recipe, a custom training loop, the file of either, or its name
     (`path/to/file.py:function`); the recipe's own settings are ignored. Raises `UserError` for
     unusable data or an unusable pretrained model.
     """
@@ -64,13 +65,15 @@ class TrainingProgram:
         settings: dict[str, Any],
         data_folder: str | None = None,
         device: str | None = None,
-        recipe: Recipe | Script | str | None = None,
+        recipe: Recipe | Script | ScriptFile | str | None = None,
     ) -> None:
         self.settings = TrainSettings.model_validate(settings)
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.steps = self.settings.steps
         self.eval_every = self.settings.eval_every
         self.pretrained = open_pretrained(self.settings)
+        if isinstance(recipe, ScriptFile):
+            recipe = load_shipped(recipe, self.settings)
         if isinstance(recipe, str):
             loaded = load(recipe)
             recipe = loaded if isinstance(loaded, Recipe | Script) else None

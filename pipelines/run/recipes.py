@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import importlib
-import importlib.util
-import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -29,6 +27,7 @@ from pipelines.settings import (
 )
 from pipelines.settings.overrides import similar_names
 from pipelines.settings.recipe import Recipe
+from pipelines.settings.script_file import ScriptFile, run_file
 from pipelines.settings.user_code import user_code_errors
 
 RecipeLike = str | TrainSettings | Recipe | Callable[..., Any]
@@ -125,6 +124,19 @@ def load(
     return value
 
 
+def load_shipped(file: ScriptFile, settings: TrainSettings) -> Recipe | Script:
+    """The recipe or script of a file that was sent to this process, which runs it."""
+    place, _, function = (name := file.place).rpartition(":")
+    value: Any = _from_module(name, place, function, file.argv)
+    if file.arguments:
+        value = _with_arguments(name, value, file.arguments)
+    if is_script(value):
+        return Script(value, settings)
+    loaded = load(value)
+    assert isinstance(loaded, Recipe), f"{name} is no recipe of a custom model on this worker"
+    return loaded
+
+
 def _refuse_missing_arguments(recipe: RecipeLike, function: Callable[..., Any]) -> None:
     """Raises `UserError` for a function with required arguments that are not given."""
     try:
@@ -176,12 +188,14 @@ def with_custom_model(recipe: Recipe) -> Recipe:
     return replace(recipe, settings=recipe.settings.model_copy(update=update))
 
 
-def _from_module(name: str, place: str, function: str) -> Callable[[], TrainSettings | Recipe]:
+def _from_module(
+    name: str, place: str, function: str, argv: Sequence[str] = ()
+) -> Callable[[], TrainSettings | Recipe]:
     is_file = place.endswith(".py")
     if not function or (not is_file and not all(p.isidentifier() for p in place.split("."))):
         raise UserError(f"recipe {name}: write path/to/file.py:function or module:function")
     with user_code_errors(f"recipe {name}", is_all_theirs=True):
-        module = _from_file(Path(place)) if is_file else _imported(name, place)
+        module = run_file(Path(place), argv) if is_file else _imported(name, place)
     recipe = getattr(module, function, None)
     if not callable(recipe):
         names = [key for key, value in vars(module).items() if _is_defined_in(module, value)]
@@ -194,24 +208,6 @@ def _from_module(name: str, place: str, function: str) -> Callable[[], TrainSett
 
 def _is_defined_in(module: ModuleType, value: object) -> bool:
     return isfunction(value) and value.__module__ == module.__name__
-
-
-def _from_file(file: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None and spec.loader is not None, f"{file} does not end in .py"
-    module = importlib.util.module_from_spec(spec)
-    # Dataclasses look up their module in sys.modules. The entry is removed afterwards: what is
-    # registered would be pickled by its module's name, which workers cannot import.
-    before = sys.modules.get(spec.name)
-    sys.modules[spec.name] = module
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        if before is None:
-            del sys.modules[spec.name]
-        else:
-            sys.modules[spec.name] = before
-    return module
 
 
 def _imported(name: str, place: str) -> ModuleType:

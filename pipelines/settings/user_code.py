@@ -40,6 +40,11 @@ def user_code_errors(what: str, is_all_theirs: bool = False) -> Iterator[None]:
         ) from error
 
 
+def is_users(file: str) -> bool:
+    """Whether a file is the user's: neither of this project nor of an installed package."""
+    return not str(Path(file).resolve()).startswith(_PACKAGES + _INSTALLED)
+
+
 def printable(text: str) -> str:
     """The text with lone surrogates, which cannot be encoded, replaced by escapes."""
     return text.encode("utf-8", "backslashreplace").decode()

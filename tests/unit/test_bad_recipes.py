@@ -3,17 +3,24 @@
 from __future__ import annotations
 
 import sys
+import threading
 import time
 from pathlib import Path
 
 import pytest
+import torch
+from ray.train import RunConfig
 from test_bad_input import MAX_REFUSAL_S, expect_refusal
+from torch import nn
+from torch.utils.data import TensorDataset
 
+from pipelines.api import ElasticTrainer
 from pipelines.cli import main
+from pipelines.errors import UserError
 from pipelines.settings import user_code
+from pipelines.settings.recipe import Recipe
 
 PREAMBLE = """
-import threading
 import torch
 from torch import nn
 from pipelines.settings.recipe import Recipe
@@ -34,17 +41,9 @@ class Raising(Samples):
         raise KeyError("sample \\ud800")
 
 
-class Locked(Samples):
-    def __init__(self):
-        self.lock = threading.Lock()
-
-
 class Empty(nn.Module):
     def forward(self, batch):
         return batch
-
-
-LOCKED = Locked()
 
 
 def make_recipe(model=lambda: nn.Linear(4, 4), data=Samples, optimizer=None):
@@ -65,10 +64,6 @@ FILES = {
 RECIPES = {
     "a dataset without a length": ("make_recipe(data=NoLength)", "NoLength, which has no __len__"),
     "a dataset that raises": ("make_recipe(data=Raising)", "KeyError: 'sample \\ud800'"),
-    "a dataset that cannot be sent": (
-        "make_recipe(data=lambda: LOCKED)",
-        "recipe's data cannot be pickled",
-    ),
     "a model without parameters": ("make_recipe(model=Empty)", "Empty has no trainable parameters"),
     "a model that raises": ("make_recipe(model=lambda: 1 / 0)", "ZeroDivisionError"),
     "a model that is not a module": ("make_recipe(model=lambda: 5)", "int, not an nn.Module"),
@@ -179,3 +174,21 @@ def test_installed_recipe_that_exits_the_process_is_refused(
 ) -> None:
     line = expect_refusal(capsys, "train", recipe, "--storage", str(installed.parent / "runs"))
     assert line.startswith(f"elastic: recipe {recipe}: ") and line.endswith(message)
+
+
+def test_recipe_object_that_cannot_be_sent_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A later refusal would let Ray start a cluster."""
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    lock = threading.Lock()
+    data = TensorDataset(torch.ones(8, 4))
+    recipe = Recipe(
+        model=lambda: nn.Linear(4, 4),
+        loss=lambda model, batch: model(batch[0]).square().mean(),
+        optimizer=lambda named: torch.optim.SGD([tensor for _, tensor in named], lr=0.1),
+        data=lambda: data if lock else data,
+    )
+    storage = RunConfig(storage_path=str(tmp_path))
+    with pytest.raises(UserError, match="recipe's data cannot be pickled"):
+        ElasticTrainer(recipe, run_config=storage, verbose=0).fit()

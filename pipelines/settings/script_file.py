@@ -1,0 +1,123 @@
+"""A user's file, run in each process as `python FILE` runs it, with what it imports beside it."""
+
+from __future__ import annotations
+
+import atexit
+import importlib.util
+import shutil
+import sys
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from inspect import isfunction
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+from pipelines.settings.user_code import is_users
+
+
+@dataclass(frozen=True)
+class ScriptFile:
+    """A function of a file, to be sent to workers in place of the function.
+
+    So whatever the file does when it is run, such as settings of torch and patches, has its effect
+    on each worker, and its objects need not be picklable.
+    """
+
+    path: str
+    function: str
+    sources: Mapping[str, str]
+    """The texts of the file and of what it has imported from its folder, by relative path."""
+    argv: tuple[str, ...]
+    arguments: Mapping[str, Any] = field(default_factory=dict)
+    """Arguments of the function, by name."""
+
+    @classmethod
+    def of(cls, recipe: object, arguments: Mapping[str, Any]) -> ScriptFile | None:
+        """The file of `FILE.py:FUNCTION`, or of a function of the program that runs; else None."""
+        if isinstance(recipe, str):
+            place, _, function = recipe.rpartition(":")
+            if not place.endswith(".py"):
+                return None
+            path, argv = Path(place).resolve(), [place]
+        else:
+            main = sys.modules["__main__"]
+            file = getattr(main, "__file__", None)
+            function = getattr(recipe, "__qualname__", "")
+            if not isfunction(recipe) or file is None or getattr(main, function, None) != recipe:
+                return None
+            path, argv = Path(file).resolve(), sys.argv
+        if not is_users(str(path)):
+            return None
+        return cls(str(path), function, _sources_beside(path), tuple(argv), arguments)
+
+    @property
+    def place(self) -> str:
+        """`FILE.py:FUNCTION` on this machine; the files are written if it does not have them."""
+        folder = Path(self.path).parent
+        if any(_text_of(folder / name) != text for name, text in self.sources.items()):
+            folder = Path(tempfile.mkdtemp(prefix="elastic-script-"))
+            atexit.register(shutil.rmtree, folder, ignore_errors=True)
+            for name, text in self.sources.items():
+                (folder / name).parent.mkdir(parents=True, exist_ok=True)
+                (folder / name).write_text(text)
+        return f"{folder / Path(self.path).name}:{self.function}"
+
+
+def shipped(kwargs: dict[str, Any], recipe: object, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """A program's arguments with the file of its custom recipe in the recipe's place, if it has
+    one."""
+    file = ScriptFile.of(recipe, arguments) if "recipe" in kwargs else None
+    return {**kwargs, "recipe": file} if file else kwargs
+
+
+def run_file(file: Path, argv: Sequence[str] = ()) -> ModuleType:
+    """Run a file under its own name, with its folder on the path and these command-line words."""
+    spec = importlib.util.spec_from_file_location(file.stem, file)
+    assert spec is not None and spec.loader is not None, f"{file} does not end in .py"
+    if (folder := str(file.resolve().parent)) not in sys.path:
+        sys.path.insert(0, folder)
+    module = importlib.util.module_from_spec(spec)
+    # Dataclasses look up their module in sys.modules. The entry is removed afterwards: what is
+    # registered would be pickled by its module's name, which reader processes cannot import.
+    before = sys.modules.get(spec.name)
+    sys.modules[spec.name] = module
+    try:
+        with _arguments(list(argv) or [str(file)]):
+            spec.loader.exec_module(module)
+    finally:
+        if before is None:
+            del sys.modules[spec.name]
+        else:
+            sys.modules[spec.name] = before
+    return module
+
+
+@contextmanager
+def _arguments(words: list[str]) -> Iterator[None]:
+    before, sys.argv = sys.argv, words
+    try:
+        yield
+    finally:
+        sys.argv = before
+
+
+def _sources_beside(file: Path) -> dict[str, str]:
+    paths = {file}
+    for module in list(sys.modules.values()):
+        name = getattr(module, "__file__", None)
+        if name and name.endswith(".py") and is_users(name):
+            path = Path(name).resolve()
+            if path.is_relative_to(file.parent):
+                paths.add(path)
+    texts = {str(path.relative_to(file.parent)): _text_of(path) for path in sorted(paths)}
+    return {name: text for name, text in texts.items() if text is not None}
+
+
+def _text_of(path: Path) -> str | None:
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return None

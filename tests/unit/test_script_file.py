@@ -1,0 +1,111 @@
+"""A script's file is run in each process as `python FILE` runs it, also where it does not exist."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from pipelines.run.recipes import load
+from pipelines.settings.script_file import ScriptFile
+
+SCRIPT = """
+import argparse, threading
+import torch
+from torch import nn
+from sibling import WIDTH
+from package.part import PART
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--scale", type=float, default=2.0)
+ARGS = parser.parse_args()
+LOCK = threading.Lock()  # cannot be pickled
+torch.set_default_dtype(torch.float64)
+nn.functional.gelu = nn.functional.relu
+
+
+def train(run, depth=1):
+    with LOCK:
+        model = nn.Linear(WIDTH, PART)
+    optimizer = torch.optim.SGD(model.parameters(), lr=ARGS.scale)
+    data = torch.utils.data.TensorDataset(torch.randn(8, WIDTH))
+    loader = torch.utils.data.DataLoader(data, batch_size=2, shuffle=True)
+    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    for step in run.steps(4 * depth):
+        raise AssertionError("no step is begun")
+
+
+if __name__ == "__main__":
+    raise SystemExit("the program itself is not run on workers")
+"""
+WORKER = """
+import pickle, sys
+import torch
+from pipelines.run.program import TrainingProgram
+file, settings = pickle.load(open(sys.argv[1], "rb"))
+program = TrainingProgram(settings, recipe=file, device="cpu")
+declared = program.loop.declaration
+assert torch.get_default_dtype() == torch.float64
+assert torch.nn.functional.gelu is torch.nn.functional.relu
+assert tuple(declared.model.weight.shape) == (3, 5), declared.model
+print("lr", declared.optimizer_factory.values.kept[0], "steps", declared.steps)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (folder := tmp_path / "here").mkdir()
+    (folder / "script.py").write_text(SCRIPT)
+    (folder / "sibling.py").write_text("WIDTH = 5\n")
+    (folder / "package").mkdir()
+    (folder / "package" / "__init__.py").write_text("")
+    (folder / "package" / "part.py").write_text("PART = 3\n")
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    return folder
+
+
+@pytest.mark.parametrize("is_there", [True, False])
+def test_what_a_file_does_when_it_is_run_has_its_effect_on_a_worker(
+    is_there: bool, folder: Path, tmp_path: Path
+) -> None:
+    command = (
+        "import pickle, sys\n"
+        "from pipelines.run.recipes import load\n"
+        "from pipelines.settings.script_file import ScriptFile\n"
+        f"name = {str(folder / 'script.py:train')!r}\n"
+        "arguments = {'depth': 2}\n"
+        "settings = load(name, arguments).settings.model_dump(mode='json')\n"
+        "file = ScriptFile.of(name, arguments)\n"
+        f"pickle.dump((file, settings), open({str(tmp_path / 'sent')!r}, 'wb'))\n"
+    )
+    subprocess.run([sys.executable, "-c", command], check=True, timeout=120)
+    file, _ = pickle.loads((tmp_path / "sent").read_bytes())
+    assert set(file.sources) == {
+        "script.py",
+        "sibling.py",
+        "package/__init__.py",
+        "package/part.py",
+    }
+    if not is_there:
+        folder.rename(tmp_path / "elsewhere")
+    (child := tmp_path / "worker.py").write_text(WORKER)
+    (temporary := tmp_path / "temporary").mkdir()
+    ended = subprocess.run(
+        [sys.executable, str(child), str(tmp_path / "sent")],
+        env={"PYTHONPATH": str(Path(__file__).parents[2]), "TMPDIR": str(temporary)},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
+    assert ended.stdout == "lr 2.0 steps 8\n", ended.stderr
+    assert not list(temporary.glob("elastic-*")), "the written files are removed at the end"
+
+
+def test_functions_without_a_file_of_their_own_are_sent_themselves() -> None:
+    assert ScriptFile.of(lambda run: None, {}) is None
+    assert ScriptFile.of("pipelines.run.recipes:tiny", {}) is None
+    assert ScriptFile.of(load("tiny"), {}) is None
