@@ -187,7 +187,7 @@ def test_recipe_object_that_cannot_be_sent_is_refused(
         model=lambda: nn.Linear(4, 4),
         loss=lambda model, batch: model(batch[0]).square().mean(),
         optimizer=lambda named: torch.optim.SGD([tensor for _, tensor in named], lr=0.1),
-        data=lambda: data if lock else data,
+        data=lambda: (lock, data)[1],
     )
     storage = RunConfig(storage_path=str(tmp_path))
     with pytest.raises(UserError, match="recipe's data cannot be pickled"):
