@@ -150,7 +150,9 @@ class LoopReplica(ShardedReplica):
             return self.evaluate(self.settings.steps, interrupt)
         specs = state_specs(self.workload, self.settings)
         weights = [spec for spec in specs if spec.kind != "optimizer"]
-        return gather_whole(weights, self.state.tensors(), self.groups, interrupt, keeps)
+        into = self.loop.called.tensors() if keeps else {}
+        gather_whole(weights, self.state.tensors(), self.groups, interrupt, into)
+        return None
 
     def _epoch(self, step: int) -> int:
         return (step - 1) * self.settings.batch // self.workload.num_samples

@@ -21,19 +21,17 @@ def gather_whole(
     tensors: Mapping[str, Tensor],
     groups: Groups,
     interrupt: Interrupt,
-    keeps: bool,
-) -> dict[str, Tensor]:
-    """The whole tensors of these specs, on the device.
+    into: Mapping[str, Tensor],
+) -> None:
+    """Gather the whole tensors of these specs, one after another, into those of the same names.
 
-    All ranks call it. A rank that does not keep them holds one at a time, and returns none.
+    All ranks call it, also those that keep none.
     """
-    whole: dict[str, Tensor] = {}
     for spec in specs:
         interrupt()
-        value = _gathered(spec, tensors.get(spec.name), groups)
-        if keeps:
-            whole[spec.name] = value
-    return whole
+        whole = _gathered(spec, tensors.get(spec.name), groups)
+        if (target := into.get(spec.name)) is not None:
+            target.copy_(whole)
 
 
 def _gathered(spec: TensorSpec, local: Tensor | None, groups: Groups) -> Tensor:

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from enum import Enum
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
 from actors.distributed.torch_private import num_changes
@@ -41,11 +40,14 @@ class CalledModule:
 
     def __init__(
         self,
-        gather: Callable[[], Mapping[str, Tensor]] = dict,
+        gather: Callable[[], object] = lambda: None,
         is_script: Callable[[], bool] = lambda: True,
     ) -> None:
-        """`gather` returns the trained tensors by name, whole. Only where `is_script`, that is on
-        the script's thread, the moment matters: others see the declared module as it is."""
+        """`gather` lets all workers gather the trained values into `tensors`.
+
+        Only where `is_script`, that is on the script's thread, the moment matters: others see the
+        declared module as it is.
+        """
         self._gather = gather
         self._is_script = is_script
         self.part: nn.Module | None = None
@@ -108,17 +110,17 @@ class CalledModule:
                 self._step.note(error)
             raise
 
-    @torch.no_grad()
+    def tensors(self) -> dict[str, Tensor]:
+        """The declared module's parameters and buffers, by name."""
+        assert self.declared is not None, "a model that was not prepared"
+        return dict(nn.Module.state_dict(self.declared))
+
     def refresh(self) -> None:
         """Read the trained values into the declared module, unless it has them."""
-        module = self.declared
-        if not self.is_stale or module is None:
-            return
-        tensors = dict(nn.Module.state_dict(module))
-        for name, value in self._gather().items():
-            tensors[name].copy_(value)
-        self.is_stale = False
-        self._num_changes = self._count_changes()
+        if self.is_stale:
+            self._gather()
+            self.is_stale = False
+            self._num_changes = self._count_changes()
 
     def _count_changes(self) -> int:
         return sum(map(num_changes, self._declared_parameters))
