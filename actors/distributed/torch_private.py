@@ -237,12 +237,8 @@ def direct_buffers(module: nn.Module) -> dict[str, Tensor | None]:
     return module._buffers
 
 
-def leads_to_tensors(module: nn.Module, name: str) -> bool:
-    """Whether an attribute of a module is a parameter, a buffer or a part with its own.
-
-    Python asks for such an attribute where it finds no other; `getattr` would ask again.
-    """
-    return any(name in table for table in (module._parameters, module._buffers, module._modules))
+MODULE_TABLES = {"_buffers", "_modules", "_parameters"}
+"""The tables of a module in which everything with values is found; no public name reaches all."""
 
 
 def transient_buffers(module: nn.Module) -> set[str]:

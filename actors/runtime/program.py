@@ -144,6 +144,12 @@ class Replica(Protocol):
     def apply(self, step: int, vote: Vote) -> Applied:
         """Scale by 1/tokens, clip, step the optimizer: local, without a collective."""
 
+    def resume(self, committed_step: int, interrupt: Interrupt) -> None:
+        """Begin to train after a step, on all ranks together, before the first `compute`."""
+
+    def finish(self, interrupt: Interrupt) -> None:
+        """Run what follows the last step, on all ranks together; again if a rank is lost in it."""
+
     @property
     def is_done(self) -> bool:
         """Whether the program ends the run with the step just applied, before its last."""

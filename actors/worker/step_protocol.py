@@ -124,6 +124,20 @@ class Stepper:
         self.between_steps()
         return record, vote
 
+    def resume(self, skipped_batches: tuple[int, ...]) -> None:
+        """Begin to train in this generation."""
+        self.skipped_batches = skipped_batches
+        with self._interruption.abandonable():
+            self._replica.resume(self.committed_step, self._interruption.check)
+
+    def finish(self, last_step: int) -> bool:
+        """Run what follows the last step, if this is it; returns whether the program ends the run
+        here."""
+        if self._replica.is_done or self.committed_step >= last_step:
+            with self._interruption.abandonable():
+                self._replica.finish(self._interruption.check)
+        return self._replica.is_done
+
     def between_steps(self, are_groups_whole: bool = True) -> None:
         """Run what the program does between the step just applied and the next."""
         with self._interruption.abandonable():

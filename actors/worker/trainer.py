@@ -173,7 +173,7 @@ class Trainer:
     def _train(self, resume: Resume) -> None:
         assert self.stepper and self.replica and self.formation and self.formation.groups
         stepper, world_rank = self.stepper, self.formation.groups.world_rank
-        stepper.skipped_batches = resume.skipped_batches
+        stepper.resume(resume.skipped_batches)
         audit = Audit(self.formation.groups, self.specs, self.options.audit_every)
         evaluated_step = resume.evaluated_step
         self.writer.begun_step = min(self.writer.begun_step, resume.step)
@@ -205,7 +205,7 @@ class Trainer:
                 break  # not after the last step: no later generation would evaluate it
         with self.interruption.abandonable():
             self.snapshots.await_whole(self.interruption.check)
-        is_last = self.replica.is_done
+        is_last = stepper.finish(self.program.steps)
         self.report(Paused(self.worker, resume.generation, stepper.committed_step, is_last))
 
     def roll_forward(self, command: RollForward) -> None:

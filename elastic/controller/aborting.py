@@ -348,6 +348,7 @@ def _continue_after_abort(state: ControllerState, now: float, phase: Aborting) -
         state.committed_step >= state.job.steps
         and find_live_state(state)
         and not state.rollbacks.request
+        and (not state.job.runs_script or state.forming.num_attempts >= state.policy.max_attempts)
     ):
         state.ending = state.ending or Ending("completed")
     elif poison_reason := find_poison_batch(state):

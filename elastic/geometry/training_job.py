@@ -34,6 +34,7 @@ class Job:
     driver's sources and tensor specs, which every worker must match ("": the first worker sets it).
     `seed` and `num_samples` (0: not known) determine the order of the training samples. Every
     `eval_every` steps (0: never) an evaluation reads the first `num_eval_samples` held-out samples.
+    If it `runs_script`, workers have something to do after the last step.
     """
 
     num_microbatches: int = 1
@@ -55,6 +56,7 @@ class Job:
     num_samples: int = 0
     eval_every: int = 0
     num_eval_samples: int = 0
+    runs_script: bool = False
 
     @property
     def num_layers(self) -> int | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from typing import Any
 from weakref import finalize
@@ -46,8 +47,19 @@ class Loop:
         self.declaration: Declaration
         self.request: Request | None = None
         """What the script waits for on its way."""
-        self.is_behind = False
-        """Whether the script has left its loop."""
+        self.number = 0
+        """The step that the script has begun, with the numbers in `values`."""
+        self.left_after: int | None = None
+        """The committed step after which the script has left its loop."""
+        self.has_proceeded = False
+        """Whether it has gone on below its loop."""
+        self._before = 0
+        self._is_repeat = False
+        """Whether the script begins a step again that has not committed."""
+        self._is_judged = True
+        """Whether the script knows whether its latest body's step has committed."""
+        self._driver = 0
+        """The thread that has let the script run."""
         self._at: Step | None = None
         """The step at whose body the script waits, or up to which it runs."""
         self._thread: LoopThread
@@ -55,7 +67,7 @@ class Loop:
 
     @property
     def is_busy(self) -> bool:
-        """Whether the script runs; only a thread that was abandoned can find it so."""
+        """Whether the script runs."""
         return self._thread.is_running
 
     def restart_script(self) -> None:
@@ -76,17 +88,20 @@ class Loop:
 
         `values` are the script's numbers at the beginning of the step.
         """
-        is_elsewhere = self._at is not None and self._at.number != number
-        if self.is_busy or self.is_behind or is_elsewhere:
+        is_abandoned = self.is_busy and self._driver != threading.get_ident()
+        if is_abandoned or self.left_after is not None or (self._at and self.number != number):
             self.restart_script()
         if self._at is None:
-            self.values.kept = values()
+            self._is_repeat, self._is_judged = not self._is_judged, True
+            self.values.kept, self.number, self._before = values(), number, number - 1
             self._at = Step(number, self.called, epoch)
             self._resume(Begin(self._at))
 
-    def commit(self, number: int, epoch: int) -> None:
-        """Let the script run from the end of its body to that of step `number`, 0 for none."""
-        self._at = Step(number, self.called, epoch) if number else None
+    def commit(self, number: int, epoch: int, is_last: bool) -> None:
+        """Let the script run from the end of the body of step `number` to that of the next."""
+        self.number, self._before = number + 1, number
+        self._is_repeat, self._is_judged = False, True
+        self._at = None if is_last else Step(number + 1, self.called, epoch)
         self._resume(Committed(self._at))
 
     def await_arrival(self, limit_s: float | None = None) -> bool:
@@ -94,12 +109,29 @@ class Loop:
 
         Returns whether it does.
         """
-        if not self.is_busy:
+        thread = self._thread
+        if not thread.is_running:
             return True
-        arrival = self._thread.arrival(limit_s)
+        arrival = thread.arrival(limit_s)
+        if arrival is None or thread is not self._thread:
+            return False
         self.request = arrival if isinstance(arrival, Request) else None
-        self.is_behind = self.is_behind or arrival is Arrived.BEHIND_LOOP
-        return arrival is not None
+        if arrival is Arrived.AT_END:
+            self.has_proceeded = True
+        if arrival in (Arrived.AT_END, Arrived.BEHIND_LOOP) and self._is_repeat:
+            # It left because of a step that has not committed.
+            kept, number, epoch = self.values.kept, self.number, self._at.epoch if self._at else 0
+            self.restart_script()
+            self.begin(number, epoch, lambda: kept)
+            return False
+        if arrival in (Arrived.AT_END, Arrived.BEHIND_LOOP):
+            self.left_after = self._before
+        return True
+
+    def is_at(self, committed_step: int | None) -> bool:
+        """Whether the script waits at the body of the step after this one."""
+        at = self._at
+        return at is not None and not self.is_busy and at.number - 1 == committed_step
 
     def answer(self, value: Any) -> None:
         """Answer the script's request."""
@@ -108,6 +140,7 @@ class Loop:
 
     def proceed(self) -> None:
         """Let the script run what stands below its loop."""
+        self.has_proceeded = True
         self._thread.resume(Proceed())
 
     def compute(self, engine: Engine, module: nn.Module) -> list[LossSums]:
@@ -115,16 +148,18 @@ class Loop:
 
         Raises what the body raises.
         """
-        self.called.part = module
-        self._at = None
+        called, thread = self.called, self._thread
+        called.use(module)
+        self._at, self._is_judged, self._driver = None, False, threading.get_ident()
         try:
-            return self._thread.compute(engine)
+            return thread.compute(engine)
         finally:
-            self.called.part = None
+            called.part = None
 
     def _resume(self, turn: Begin | Committed) -> None:
         self.called.is_first_worker = self.is_first_worker
         self.called.begin_training()
+        self._driver = threading.get_ident()
         self._thread.resume(turn)
 
     def _begin(self) -> None:
@@ -137,7 +172,8 @@ class Loop:
         self.called = called = CalledModule(
             lambda: thread.request(Request.WEIGHTS), lambda: thread.is_current
         )
-        self.request, self._at, self.is_behind = None, None, False
+        self.request = self._at = self.left_after = None
+        self.number, self.has_proceeded, self._is_judged = 0, False, True
         self._abandon = finalize(self, self._thread.abandon)
         # A thread that frees tensors while the interpreter exits would abort the process.
         self._abandon.atexit = False

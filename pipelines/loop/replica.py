@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed import BroadcastOptions
 
 from actors.distributed.stall import wait_for
 from actors.distributed.torch_private import scale_tensors
@@ -29,7 +30,10 @@ from pipelines.training.workload.workload import Workload
 
 POLL_S = 1.0
 """How often a worker whose script runs long tells so to those that wait for it."""
-BUSY = len(Request) + 1
+ABSENT, BUSY, AT_BODY, BEHIND = 0, *range(len(Request) + 1, len(Request) + 4)
+"""Where a script is, besides the values of `Request`: not in the present step, running, at the
+body of the next, behind its loop."""
+NUM_PLACES = BEHIND + 1
 
 
 class LoopReplica(ShardedReplica):
@@ -52,8 +56,9 @@ class LoopReplica(ShardedReplica):
         super().__init__(workload, settings, groups, observations)
         self._is_alone = groups.assignment.generation == 0
         """Whether this is a warm-up."""
-        self._agrees = False
-        """Whether the workers know that their scripts have arrived at the same step."""
+        self._committed: int | None = None
+        """The step whose state this replica has; None: it has not resumed yet."""
+        self._is_done = False
 
     def _pipeline_passes(self, stages: Sequence[Stage], moving: StageBuffers) -> Passes:
         raise LoopMisused("pp: a custom training loop cannot run as a pipeline; set pp=1")
@@ -67,14 +72,25 @@ class LoopReplica(ShardedReplica):
         """Nothing is read early: the script's own code, which runs until its next pass, may use the
         random generators that reading seeds."""
 
+    def resume(self, committed_step: int, interrupt: Interrupt) -> None:
+        """Bring all scripts to the body of the next step, or learn that they have left the loop.
+
+        First those arrive that were on their way when the generation before broke.
+        """
+        loop, step = self.loop, committed_step + 1
+        self._committed = committed_step
+        loop.is_first_worker = self.groups.world_rank == 0 and not self._is_alone
+        self._serve(interrupt)
+        self._share_values(step)
+        if not self._is_done and committed_step < self.settings.steps:
+            loop.begin(step, self._epoch(step), self.state.script[SCRIPT_VALUES].tolist)
+            self._serve(interrupt)
+
     def compute(
         self, step: int, interrupt: Interrupt, skipped_batches: Sequence[int] = ()
     ) -> Tensor:
-        self.loop.is_first_worker = self.groups.world_rank == 0 and not self._is_alone
-        self.loop.begin(step, self._epoch(step), self.state.script[SCRIPT_VALUES].tolist)
-        interrupt()  # an abandoned thread's loop may have been restarted meanwhile
-        self._serve(interrupt, must_agree=not self._agrees)
-        self._agrees = True
+        if self._committed is None:
+            self.resume(step - 1, interrupt)
         return super().compute(step, interrupt, skipped_batches)
 
     def unscale_gradients(self) -> None:
@@ -84,66 +100,105 @@ class LoopReplica(ShardedReplica):
     def apply(self, step: int, vote: Vote) -> Applied:
         applied = super().apply(step, vote)
         self.loop.values.scaler.update(applied.skipped)
+        self._committed = step
         if not self._is_alone:
-            following = step + 1 if step < self.settings.steps else 0
-            self.loop.commit(following, self._epoch(step + 1))
+            self.loop.commit(step, self._epoch(step + 1), step >= self.settings.steps)
         return applied
 
     @property
     def is_done(self) -> bool:
-        """Whether the script has left its loop."""
-        return self.loop.is_behind
+        """Whether the scripts have left the loop after the present step."""
+        return self._is_done
 
     def between_steps(self, interrupt: Interrupt | None) -> None:
         """Let the script run up to its next body; None for `interrupt`: the groups are broken, so
         that it is served in the next generation."""
         if interrupt is None:
-            self.loop.await_arrival()
+            self.loop.await_arrival(POLL_S)
         else:
-            self._serve(interrupt, must_agree=False)
-            if self.loop.is_behind:
-                self._run_below_loop(interrupt)
-        values = self.state.script[SCRIPT_VALUES]
-        values.copy_(torch.tensor(self.loop.values.kept, dtype=values.dtype))
+            self._serve(interrupt)
+        self._keep_values()
 
-    def _run_below_loop(self, interrupt: Interrupt) -> None:
-        """Let the first worker's script run to its end; the others serve it."""
-        if self.groups.world_rank == 0:
+    def finish(self, interrupt: Interrupt) -> None:
+        """Let the script of the first worker that has one behind its loop run to its end, unless
+        one has begun to."""
+        if not self._is_done:
+            return
+        rank, size = self.groups.world_rank, self.groups.layout.num_workers
+        is_waiting = self._place() == BEHIND
+        waiting_or_begun = [0] * (2 * size)
+        waiting_or_begun[rank], waiting_or_begun[size + rank] = is_waiting, self.loop.has_proceeded
+        counted = self._sum(waiting_or_begun)
+        interrupt()
+        if not any(counted[size:]) and counted.index(1) == rank:
             self.loop.proceed()
-        self._serve(interrupt, must_agree=True)
+        self._serve(interrupt)
 
-    def _serve(self, interrupt: Interrupt, must_agree: bool) -> None:
-        """Provide what scripts request until all wait at their next body or behind their loop.
-
-        Scripts do the same on all workers, unless they know which is the first, or some have
-        joined: then the workers agree on what is wanted.
-        """
+    def _serve(self, interrupt: Interrupt) -> None:
+        """Provide together what scripts request until all wait at their next body or behind their
+        loop. Raises `LoopMisused` if some wait here and some there."""
         loop = self.loop
         while True:
-            waits = loop.await_arrival(POLL_S)
+            loop.await_arrival(POLL_S)
             interrupt()
-            if not (must_agree or loop.request or loop.called.has_diverged):
-                if waits:
-                    return
-                continue
-            numbers = self._agree(BUSY if not waits else loop.request.value if loop.request else 0)
+            numbers = [0] * NUM_PLACES
+            numbers[self._place()] = 1
+            numbers = self._sum(numbers)
             interrupt()  # an aborted reduction may have returned garbage
             wanted = next((kind for kind in Request if numbers[kind.value]), None)
             if wanted is not None:
                 is_mine = loop.request is wanted
                 answer = self._provide(wanted, interrupt, keeps=is_mine)
+                interrupt()
                 if is_mine:
                     loop.answer(answer)
             elif not numbers[BUSY]:
-                return
+                break
+        if numbers[BEHIND] and numbers[AT_BODY]:
+            raise LoopMisused(
+                f"step {(self._committed or 0) + 1}: some workers have left the loop and others "
+                "not: decide by what is the same on all workers, such as run.evaluate(), not by "
+                "the loss of this worker's microbatches"
+            )
+        self._is_done = bool(numbers[BEHIND])
 
-    def _agree(self, number: int) -> list[int]:
-        """How many workers give each number."""
-        numbers = torch.zeros(1 + BUSY, dtype=torch.int32, device=self.groups.device)
-        numbers[number] = 1
-        wait_for(self.groups.world.allreduce([numbers]))
-        counted: list[int] = numbers.tolist()
-        return counted
+    def _place(self) -> int:
+        """Where this worker's script waits."""
+        loop = self.loop
+        if loop.is_busy:
+            return BUSY
+        if loop.request is not None:
+            return loop.request.value
+        if loop.left_after is not None and loop.left_after == self._committed:
+            return BEHIND
+        return AT_BODY if loop.is_at(self._committed) else ABSENT
+
+    def _sum(self, numbers: list[int]) -> list[int]:
+        """The sums of these numbers over all workers."""
+        counted = torch.tensor(numbers, dtype=torch.int32, device=self.groups.device)
+        wait_for(self.groups.world.allreduce([counted]))
+        summed: list[int] = counted.tolist()
+        return summed
+
+    def _share_values(self, step: int) -> None:
+        """Take the numbers of a worker whose script has begun this step.
+
+        They are newer than those of the state, if a failure came while the script ran to its body.
+        """
+        begun = [0] * self.groups.layout.num_workers
+        begun[self.groups.world_rank] = int(self.loop.number == step)
+        begun = self._sum(begun)
+        if any(begun):
+            values, first = self.state.script[SCRIPT_VALUES], begun.index(1)
+            if first == self.groups.world_rank:
+                self._keep_values()
+            options = BroadcastOptions()
+            options.rootRank = first
+            wait_for(self.groups.world.broadcast([values], options))
+
+    def _keep_values(self) -> None:
+        values = self.state.script[SCRIPT_VALUES]
+        values.copy_(torch.tensor(self.loop.values.kept, dtype=values.dtype))
 
     def _provide(self, wanted: Request, interrupt: Interrupt, keeps: bool) -> Any:
         if wanted is Request.EVALUATION:

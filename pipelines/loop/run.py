@@ -35,7 +35,7 @@ class Run:
 
     def __init__(
         self,
-        begin: Callable[[Declaration, Callable[[], bool]], Iterator[Step]],
+        begin: Callable[[Declaration], Iterator[Step]],
         part: CalledModule,
         evaluate: Callable[[], Evaluation],
     ) -> None:
@@ -96,8 +96,7 @@ class Run:
         workers; its norm is clipped to `max_grad_norm`. A `break` ends the run with the last
         committed step. Code below the loop runs on the first worker.
         """
-        declared = self._declared(num_steps, microbatches, max_grad_norm)
-        return self._begin(declared, lambda: self._part.is_stopped)
+        return self._begin(self._declared(num_steps, microbatches, max_grad_norm))
 
     def stop(self) -> None:
         """End the run with the present step, as completed. All workers must call it."""
@@ -163,7 +162,7 @@ class Run:
             case GradScaler():
                 _refuse_second(self._scaler, "scaler")
                 self._scaler = LossScaler(item)
-                return PreparedScaler(item, self._scaler)
+                return PreparedScaler(item, self._scaler, self._part)
             case DataLoader():
                 _refuse_second(self._loader, "loader")
                 _refuse_other_order(item)

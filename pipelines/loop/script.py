@@ -101,7 +101,7 @@ def recipe_of(declaration: Declaration, settings: TrainSettings) -> Recipe:
     )
 
 
-def _declare(declaration: Declaration, is_stopped: Callable[[], bool]) -> Iterator[Step]:
+def _declare(declaration: Declaration) -> Iterator[Step]:
     raise _Declared(declaration)
 
 

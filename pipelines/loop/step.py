@@ -69,7 +69,6 @@ class Step:
     @property
     def is_first_worker(self) -> bool:
         """True on exactly one worker, for output that should appear once."""
-        self._model.has_diverged = True
         return self._model.is_first_worker
 
     @property

@@ -15,7 +15,6 @@ from typing import Any
 from actors.runtime.machine import flush_denormals
 from actors.runtime.substitute_thread import substituted_by
 from pipelines.loop.declaration import Declaration, NotDeclared
-from pipelines.loop.prepared.script_values import ScriptValues
 from pipelines.loop.step import Engine, Step
 from pipelines.training.workload.workload import LossSums
 
@@ -144,11 +143,6 @@ class LoopThread:
         """Stop waiting for the function; it ends when it next waits."""
         self._turns.put(None)
 
-    def steps(self, declaration: Declaration, is_stopped: Callable[[], bool]) -> Iterator[Step]:
-        """The function's steps, until the thread is abandoned or the script stops the run."""
-        self._outcomes.put(declaration)
-        return self._steps(declaration.optimizer_factory.values, is_stopped)
-
     def request(self, request: Request) -> Any:
         """Called by the script between two steps: what all workers then provide together."""
         self._outcomes.put(request)
@@ -167,27 +161,33 @@ class LoopThread:
                 del outcome  # breaks the reference cycle of this frame and the traceback
         return outcome
 
-    def _steps(self, values: ScriptValues, is_stopped: Callable[[], bool]) -> Iterator[Step]:
+    def steps(self, declaration: Declaration) -> Iterator[Step]:
+        """The function's steps, until the thread is abandoned or the script stops the run."""
+        self._outcomes.put(declaration)
+        values, called = declaration.optimizer_factory.values, declaration.called
         turn = self._turn()
         assert isinstance(turn, Begin)
         self._next = turn.step
         values.restore()
         try:
-            while (step := self._next) is not None and not (step.number > 1 and is_stopped()):
+            while (step := self._next) is not None:
                 self._step = step
                 step.on_enter, step.on_finish = self._enter, self._finish
                 yield step
                 step.ensure_finished()
-                if step.committed:
-                    values.keep()
-                else:
+                if not step.committed:
                     values.restore()
+                    called.is_stopped = False
+                    continue
+                values.keep()
+                if called.is_stopped:
+                    break
         except GeneratorExit:
             if not _leaves_by_itself(currentframe()):
                 raise  # by an exception, which is reported when it arrives
         self._outcomes.put(Arrived.BEHIND_LOOP)
         while not isinstance(self._turns.get(), Proceed):
-            """Only the first worker runs on; to raise here would not end a script's `break`."""
+            """Only one worker runs on; to raise here would not end a script's `break`."""
 
     def _enter(self) -> Engine:
         """Called at the start of a step's body."""

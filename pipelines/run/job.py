@@ -45,6 +45,7 @@ def job_of(settings: TrainSettings, program: TrainingProgram) -> Job:
         seed=settings.seed,
         num_samples=program.workload.num_samples,
         eval_every=settings.eval_every,
+        runs_script=program.loop is not None,
         num_eval_samples=num_eval_samples if settings.eval_every else 0,
     )
 

@@ -172,6 +172,30 @@ def note_values(number: int, moment: str, values: dict[str, Tensor]) -> None:
         torch.save(values, name)
 
 
+def die_between_steps(run: Run) -> None:
+    """Workers die where others gather the model, before all change a rate."""
+    model, optimizer, _, loader = build_training(is_scheduled=False)
+    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    for step in run.steps(NUM_STEPS, microbatches=NUM_MICROBATCHES):
+        with step:
+            for points, labels in step.batches():
+                step.backward(nn.functional.cross_entropy(model(points), labels))
+        if step.committed:
+            if step.number in (8, 16):
+                die_once(step, f"step {step.number}")
+            if step.number % 4 == 0:
+                model.state_dict()
+            after_step(optimizer.param_groups, step.number)
+
+
+def plain_die_between_steps() -> Iterator[float]:
+    model, optimizer, _, loader = build_training(is_scheduled=False)
+    losses = plain(model, optimizer, None, loader, NUM_STEPS, NUM_MICROBATCHES)
+    for number, loss in enumerate(losses, start=1):
+        yield loss
+        after_step(optimizer.param_groups, number)
+
+
 STOP_STEP = 10
 
 
@@ -220,6 +244,7 @@ PLAIN: dict[str, Callable[[], Iterator[float]]] = {
     "rates_by_hand": plain_rates_by_hand,
     "one_cycle": plain_one_cycle,
     "plateau": plain_plateau,
+    "die_between_steps": plain_die_between_steps,
 }
 
 

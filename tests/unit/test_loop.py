@@ -65,7 +65,7 @@ def take(loop: Loop, number: int = 1, commits: bool = True) -> list[LossSums]:
     loop.await_arrival()
     sums = loop.compute(engine, MODULE)
     if commits:
-        loop.commit(number + 1, 0)
+        loop.commit(number, 0, is_last=False)
         loop.await_arrival()
     return sums
 

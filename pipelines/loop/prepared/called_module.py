@@ -54,9 +54,10 @@ class CalledModule:
         """This worker's part, which the run replaces at each reshard."""
         self.declared: nn.Module | None = None
         self._declared_parameters: list[nn.Parameter] = []
+        self._were_trained: list[bool] = []
+        self._attributes: dict[str, Any] = {}
+        """What the script has set since the loop began, for this worker's part, too."""
         self.is_first_worker = False
-        self.has_diverged = False
-        """Whether the script knows whether it is the first worker, so that workers may differ."""
         self.is_training = self.is_stopped = False
         self.is_stale = True
         self._step: OpenStep | None = None
@@ -69,12 +70,18 @@ class CalledModule:
 
     @property
     def moment(self) -> Moment:
-        if not self.is_training or not self._is_script():
-            return Moment.BEFORE_LOOP
-        return Moment.BETWEEN_STEPS if self._step is None else Moment.IN_STEP
+        if self._step is not None:
+            return Moment.IN_STEP  # on all threads: autograd has some of its own
+        is_between = self.is_training and self._is_script()
+        return Moment.BETWEEN_STEPS if is_between else Moment.BEFORE_LOOP
 
     def enter(self, step: OpenStep) -> None:
         """Enter a step. Raises `LoopMisused` if the script has changed the declared module."""
+        if [p.requires_grad for p in self._declared_parameters] != self._were_trained:
+            raise LoopMisused(
+                f"step {step.number}: the script has changed requires_grad of parameters, which "
+                "the run does not see; freeze them before run.prepare"
+            )
         if self._count_changes() != self._num_changes:
             raise LoopMisused(
                 f"step {step.number}: the script has changed the model's parameters since the "
@@ -84,7 +91,32 @@ class CalledModule:
 
     def leave(self) -> None:
         self._step = None
-        self.has_diverged = False
+
+    def use(self, part: nn.Module) -> None:
+        """Take this worker's part for the next step."""
+        self.part = part
+        for name, value in self._attributes.items():
+            setattr(part, name, value)
+
+    def set(self, name: str, value: Any) -> None:
+        """Note an attribute that the script sets on its model."""
+        if not self.is_training or not self._is_script():
+            return
+        if isinstance(value, nn.Module | Tensor):
+            raise LoopMisused(
+                f"model.{name}: parts and tensors of the model cannot be set in the loop"
+            )
+        self._attributes[name] = value
+        if self._step is not None and self.part is not None:
+            setattr(self.part, name, value)
+
+    def refuse_elsewhere(self) -> None:
+        """Raise `LoopMisused` on a thread that does not see the trained values."""
+        if self.is_training and self._step is None and not self._is_script():
+            raise LoopMisused(
+                "model(...): called by a function that gets the model as its argument, as those "
+                "of run.evaluation; use the argument there"
+            )
 
     def refuse_unread(self) -> None:
         """Raise `LoopMisused` within `step.batches()`: workers have different numbers of them."""
@@ -98,6 +130,7 @@ class CalledModule:
         """From now on the declared module has old values between two steps."""
         if not self.is_training:
             self.is_training, self._num_changes = True, self._count_changes()
+            self._were_trained = [p.requires_grad for p in self._declared_parameters]
         self.is_stale = True
 
     def call(self, inputs: tuple[Any, ...], keywords: dict[str, Any]) -> Any:

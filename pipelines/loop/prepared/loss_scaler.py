@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from torch import Tensor
 from torch.amp import GradScaler
 
 
@@ -25,11 +24,6 @@ class LossScaler:
             self._growth_interval = declared.get_growth_interval()
         self.used = 1.0
         """The factor of the losses of the present step."""
-
-    def scaled(self, outputs: Tensor) -> Tensor:
-        """The losses times the scale, which the gradients then have, too."""
-        self.used = self.scale
-        return outputs * self.scale if self.is_enabled else outputs
 
     def update(self, skipped: bool) -> None:
         """Adapt the scale to a step that was skipped for a gradient that is not finite, or not."""

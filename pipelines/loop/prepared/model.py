@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import nn
 
-from actors.distributed.torch_private import leads_to_tensors
+from actors.distributed.torch_private import MODULE_TABLES
 from pipelines.loop.prepared.called_module import CalledModule, Moment
 from pipelines.loop.prepared.errors import LoopMisused
 
@@ -24,16 +24,30 @@ class PreparedModel(nn.Module):
         called = _called(self)
         if called.moment is Moment.IN_STEP:
             return called.call(inputs, keywords)
+        called.refuse_elsewhere()
         _refresh(self)
         return super().__call__(*inputs, **keywords)
+
+    def __getattribute__(self, name: str) -> Any:
+        """In the tables of parameters, buffers and parts Python finds all that has values."""
+        if name in MODULE_TABLES:
+            called = object.__getattribute__(self, "__dict__").get(CALLED)
+            if called is not None and called.moment is Moment.IN_STEP:
+                return getattr(called.part, name)
+            if called is not None and called.moment is Moment.BETWEEN_STEPS:
+                called.refresh()
+        return super().__getattribute__(name)
 
     def __getattr__(self, name: str) -> Any:
         called = self.__dict__.get(CALLED)
         if called is not None and called.moment is Moment.IN_STEP:
             return getattr(called.part, name)
-        if called is not None and leads_to_tensors(self, name):
-            _refresh(self)
         return super().__getattr__(name)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if (called := self.__dict__.get(CALLED)) is not None and name != "training":
+            called.set(name, value)
+        super().__setattr__(name, value)
 
     def train(self, mode: bool = True) -> PreparedModel:
         if _called(self).moment is not Moment.IN_STEP:

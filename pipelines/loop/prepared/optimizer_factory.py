@@ -57,7 +57,7 @@ class ScriptOptimizerFactory:
 
     @property
     def initial_values(self) -> Tensor:
-        return torch.tensor(self.values.kept, dtype=torch.float64)
+        return torch.tensor(self.values.initial, dtype=torch.float64)
 
     def build(self, shards: Sequence[tuple[str, Tensor]]) -> Optimizer:
         """An optimizer with the script's parameter groups that have a shard on this worker."""

@@ -32,7 +32,9 @@ class ScriptValues:
         self._optimizer = optimizer
         self._schedulers = schedulers
         self.scaler = scaler or LossScaler()
-        self.kept = self._read()
+        self.initial = self._read()
+        """All numbers at step 0."""
+        self.kept = list(self.initial)
         """All numbers at the beginning of the present step, in an order that does not change."""
         self.taken: list[dict[str, Any]] | None = None
         """The hyperparameters of each group in the present step, once they are known."""

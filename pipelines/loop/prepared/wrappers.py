@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from pipelines.loop.prepared.called_module import CalledModule, Moment
 from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.prepared.loss_scaler import LossScaler
 
@@ -55,13 +56,16 @@ class PreparedScaler:
     scale when the step commits.
     """
 
-    def __init__(self, declared: GradScaler, scaler: LossScaler) -> None:
+    def __init__(self, declared: GradScaler, scaler: LossScaler, called: CalledModule) -> None:
         self.declared = declared
         self._scaler = scaler
+        self._called = called
 
     def scale(self, outputs: Tensor) -> Tensor:
         """The loss times the scale, to be passed to `step.backward`."""
-        return self._scaler.scaled(outputs)
+        if self._called.moment is Moment.IN_STEP:
+            self._scaler.used = self._scaler.scale
+        return outputs * self._scaler.scale if self._scaler.is_enabled else outputs
 
     def unscale_(self, optimizer: Any) -> None:
         """Does nothing: the run unscales the gradients before it clips them."""

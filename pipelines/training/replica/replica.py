@@ -168,6 +168,12 @@ class ShardedReplica:
         self.state.drop_gradients()
         return Applied(lr, norm, skipped)
 
+    def resume(self, committed_step: int, interrupt: Interrupt) -> None:
+        """Nothing: only a script has its own place in training."""
+
+    def finish(self, interrupt: Interrupt) -> None:
+        """Nothing: only a script has code below its loop."""
+
     @property
     def is_done(self) -> bool:
         """Only a script ends a run early."""
