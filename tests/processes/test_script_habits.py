@@ -69,6 +69,58 @@ def test_script_uses_its_whole_model_between_steps(tmp_path: Path) -> None:
     assert run.losses()
 
 
+def test_worker_asks_once_whether_it_is_the_first(tmp_path: Path) -> None:
+    run = run_habit(tmp_path, "first_only")
+    expected = list(script_habits.plain_whole_model())
+    files = list((tmp_path / "marks").glob("first-*.pt"))
+    assert len(files) == loops.NUM_STEPS // script_habits.EVERY
+    for file in files:
+        values = expected[int(file.name.split("-")[1]) - 1]
+        for name, value in torch.load(file).items():
+            torch.testing.assert_close(value, values[name], rtol=1e-9, atol=1e-12)
+    assert len(run.losses()) == loops.NUM_STEPS
+
+
+def test_layers_of_a_container_are_those_that_are_trained(tmp_path: Path) -> None:
+    run = run_habit(tmp_path, "layer_by_layer")
+    losses, weights = zip(*script_habits.plain_layer_by_layer(), strict=True)
+    assert list(run.losses().values()) == pytest.approx(losses, rel=1e-9)
+    files = list((tmp_path / "marks").glob("layer-*.pt"))
+    assert files
+    for file in files:
+        weight = weights[int(file.name.split("-")[1]) - 1]
+        torch.testing.assert_close(torch.load(file)["weight"], weight, rtol=1e-9, atol=1e-12)
+
+
+def test_loop_that_only_some_workers_leave_is_refused(tmp_path: Path) -> None:
+    run = run_habit(tmp_path, "leave_on_own_loss", num_deaths=0, target=None, outcome="failed")
+    assert "some workers have left the loop and others not" in run.stopped.reason
+    assert max(run.losses()) == script_habits.STOP_STEP
+
+
+@pytest.mark.parametrize(
+    ("name", "last_step"),
+    [
+        ("break_before_commit", 8),
+        ("held_iterator", script_habits.STOP_STEP),
+        ("die_below_loop", script_habits.STOP_STEP),
+        ("other_dies_below_loop", script_habits.STOP_STEP),
+    ],
+)
+def test_script_that_leaves_its_loop_while_workers_die_runs_on_below_it(
+    name: str, last_step: int, tmp_path: Path
+) -> None:
+    run = run_habit(tmp_path, name, num_deaths=1, target=None)
+    losses = list(script_habits.plain_whole_model_losses())[:last_step]
+    assert list(run.losses().values()) == pytest.approx(losses, rel=1e-9)
+    files = list((tmp_path / "marks").glob("below-*.pt"))
+    assert files and (len(files) == 1 or name == "held_iterator")
+    expected = list(script_habits.plain_whole_model())[last_step - 1]
+    for file in files:
+        for key, value in torch.load(file).items():
+            torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12)
+
+
 @pytest.mark.parametrize("name", ["break_early", "stop_early"])
 def test_script_ends_the_run_and_runs_on_below_its_loop_on_one_worker(
     name: str, tmp_path: Path
