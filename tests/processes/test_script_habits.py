@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import ModuleType
 
 import loops
 import pytest
@@ -22,16 +23,17 @@ def run_habit(
     num_deaths: int = 2,
     target: str | None = "fsdp=3",
     outcome: str = "completed",
+    module: ModuleType = script_habits,
 ) -> Outcome:
     """A run in which workers die, others join, and the layout may change."""
     (marks := folder / "marks").mkdir()
     due = ((11, LayoutRequested("shards", TargetLayout.parse(target))),) if target else ()
     run = run_in_processes(
         folder,
-        script_of(getattr(script_habits, name)).settings,
+        script_of(getattr(module, name)).settings,
         3,
         layout="dp=3",
-        recipe=f"{script_habits.__file__}:{name}",
+        recipe=f"{module.__file__}:{name}",
         environment={loops.FOLDER: str(marks)},
         due=due,
     )
@@ -90,56 +92,6 @@ def test_layers_of_a_container_are_those_that_are_trained(tmp_path: Path) -> Non
     for file in files:
         weight = weights[int(file.name.split("-")[1]) - 1]
         torch.testing.assert_close(torch.load(file)["weight"], weight, rtol=1e-9, atol=1e-12)
-
-
-def test_loop_that_only_some_workers_leave_is_refused(tmp_path: Path) -> None:
-    run = run_habit(tmp_path, "leave_on_own_loss", num_deaths=0, target=None, outcome="failed")
-    assert "some workers have left the loop and others not" in run.stopped.reason
-    assert max(run.losses()) == script_habits.STOP_STEP
-
-
-@pytest.mark.parametrize(
-    ("name", "last_step"),
-    [
-        ("break_before_commit", 8),
-        ("held_iterator", script_habits.STOP_STEP),
-        ("die_below_loop", script_habits.STOP_STEP),
-        ("other_dies_below_loop", script_habits.STOP_STEP),
-    ],
-)
-def test_script_that_leaves_its_loop_while_workers_die_runs_on_below_it(
-    name: str, last_step: int, tmp_path: Path
-) -> None:
-    run = run_habit(tmp_path, name, num_deaths=1, target=None)
-    losses = list(script_habits.plain_whole_model_losses())[:last_step]
-    assert list(run.losses().values()) == pytest.approx(losses, rel=1e-9)
-    files = list((tmp_path / "marks").glob("below-*.pt"))
-    assert files and (len(files) == 1 or name == "held_iterator")
-    expected = list(script_habits.plain_whole_model())[last_step - 1]
-    for file in files:
-        for key, value in torch.load(file).items():
-            torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", ["break_early", "stop_early"])
-def test_script_ends_the_run_and_runs_on_below_its_loop_on_one_worker(
-    name: str, tmp_path: Path
-) -> None:
-    run = run_habit(tmp_path, name, num_deaths=1, target=None)
-    losses = list(script_habits.plain_whole_model_losses())[: script_habits.STOP_STEP]
-    assert list(run.losses().values()) == pytest.approx(losses, rel=1e-9)
-    [file] = (tmp_path / "marks").glob("below-*.pt")
-    expected = list(script_habits.plain_whole_model())[script_habits.STOP_STEP - 1]
-    for key, value in torch.load(file).items():
-        torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12)
-    assert [path.name for path in (run.folder / "checkpoints").glob("step-*")]
-
-
-def test_mistake_between_two_steps_ends_the_run_with_its_traceback(tmp_path: Path) -> None:
-    run = run_habit(tmp_path, "raise_between_steps", num_deaths=1, target=None, outcome="failed")
-    assert "ValueError: a mistake between two steps" in run.stopped.reason
-    assert 'raise ValueError("a mistake' in run.stopped.traceback
-    assert max(run.losses()) == script_habits.STOP_STEP
 
 
 def test_loss_scale_is_part_of_the_state_and_an_overflow_has_no_effect(tmp_path: Path) -> None:
