@@ -77,7 +77,7 @@ def widen_gradient(parameter: Tensor, dtype: torch.dtype) -> None:
     """Let autograd keep a parameter's gradient in a wider dtype, where FSDP does so too.
 
     From torch 2.15 on FSDP does, so that a bfloat16 parameter's gradient is not rounded where an
-    operation computes it in float32, as that of RMSNorm does. No public name tells.
+    operation computes it in float32, as that of RMSNorm does. No public name says so.
     """
     if parameter.requires_grad and hasattr(FSDPParamGroup, "_set_unsharded_grad_dtypes"):
         parameter.grad_dtype = dtype

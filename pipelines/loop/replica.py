@@ -29,7 +29,7 @@ from pipelines.training.workload.state import SCRIPT_VALUES, state_specs
 from pipelines.training.workload.workload import Workload
 
 POLL_S = 1.0
-"""How often a worker whose script runs long tells so to those that wait for it."""
+"""How often a worker whose script runs long says so to those that wait for it."""
 ABSENT, BUSY, AT_BODY, BEHIND = 0, *range(len(Request) + 1, len(Request) + 4)
 """Where a script is, besides the values of `Request`: not in the present step, running, at the
 body of the next, behind its loop."""
