@@ -15,6 +15,22 @@ import typer
 from rich.console import Console
 
 from actors.runtime.factory import quick_imports
+from pipelines.cli_options import (
+    AuditEvery,
+    Changes,
+    Data,
+    Detach,
+    DryRun,
+    FaultOptions,
+    InProcess,
+    Interface,
+    NotifyUrl,
+    Ports,
+    Profile,
+    RecipeName,
+    ScriptWords,
+    TrackingUri,
+)
 from pipelines.errors import UserCodeFailed, UserError, refuse_undecodable
 
 if TYPE_CHECKING:
@@ -33,79 +49,6 @@ STORAGE_HELP = "Folder or URL that holds the runs, e.g. s3://bucket/runs."
 TABLE_WIDTH = 110
 """Width in characters when the output is not a terminal."""
 
-Changes = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="KEY=VALUE", help="Override a setting, e.g. optimizer.lr=1e-3."),
-]
-
-FaultOptions = Annotated[
-    list[str] | None,
-    typer.Option(metavar="SENTENCE", help="Inject a fault, e.g. 'kill worker 3 at step 60'."),
-]
-RecipeName = Annotated[
-    str,
-    typer.Argument(
-        help="tiny | tiny_moe | byte_lm | mlp | finetune | hf:FOLDER | file.py:function | "
-        "module:function"
-    ),
-]
-Data = Annotated[
-    str | None,
-    typer.Option(
-        help="Training data: a folder, file or glob of text (.txt, .jsonl, .parquet, .arrow), "
-        "token shards (a folder or a URL such as s3://bucket/folder), or 'random'."
-    ),
-]
-Interface = Annotated[
-    str | None,
-    typer.Option(
-        metavar="NAME",
-        help="Network interface of the workers. Default: that on the route to the Ray head.",
-    ),
-]
-Ports = Annotated[
-    str | None,
-    typer.Option(
-        metavar="FIRST:LAST",
-        help="Ports of the store, snapshot servers and link servers, e.g. 20000:20100.",
-    ),
-]
-NotifyUrl = Annotated[
-    str | None,
-    typer.Option(
-        metavar="URL",
-        envvar="ELASTIC_NOTIFY",
-        show_envvar=True,
-        help="POST a JSON object to this URL when the run has been waiting for long (setting "
-        "notify_after_s) and when it stops.",
-    ),
-]
-TrackingUri = Annotated[
-    str | None, typer.Option(help="MLflow server or store. Default: a file in the storage.")
-]
-AuditEvery = Annotated[
-    int | None,
-    typer.Option(metavar="N", help="Compare the replicas bit by bit every N steps."),
-]
-Detach = Annotated[
-    bool, typer.Option("--detach", help="Start the run on the cluster and return immediately.")
-]
-Profile = Annotated[
-    str | None,
-    typer.Option(
-        metavar="steps=FIRST:LAST",
-        help="Save a torch.profiler trace of these steps from each worker, e.g. steps=10:13.",
-    ),
-]
-InProcess = Annotated[
-    bool,
-    typer.Option("--in-process", help="One worker in this process, without Ray: for debuggers."),
-]
-DryRun = Annotated[
-    bool,
-    typer.Option("--dry-run", help="Print steps, data, layouts and memory; start nothing."),
-]
-
 
 @app.callback()
 def elastic() -> None:
@@ -115,6 +58,7 @@ def elastic() -> None:
 @app.command()
 def train(
     recipe: RecipeName,
+    words: ScriptWords = None,
     run_name: Annotated[
         str | None, typer.Option(help="Name of the run; an existing name resumes it.")
     ] = None,
@@ -143,9 +87,10 @@ def train(
     dry_run_: DryRun = False,
 ) -> None:
     """Train RECIPE, or resume the run named by --run-name."""
-    from pipelines.run.refusals import refuse_early
+    from pipelines.run.refusals import give_words, refuse_early
 
     refuse_early(recipe, set_ or (), workers, layout)
+    give_words(recipe, words or [])
     with quick_imports():
         from pipelines.run.plan import TrainRequest
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Mapping, Sequence
+import sys
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
@@ -127,7 +128,8 @@ def load(
 def load_shipped(file: ScriptFile, settings: TrainSettings) -> Recipe | Script:
     """The recipe or script of a file that was sent to this process, which runs it."""
     place, _, function = (name := file.place).rpartition(":")
-    value: Any = _from_module(name, place, function, file.argv)
+    sys.argv = [place, *file.argv[1:]]  # also for functions that read it later
+    value: Any = _from_module(name, place, function)
     if file.arguments:
         value = _with_arguments(name, value, file.arguments)
     if is_script(value):
@@ -188,14 +190,12 @@ def with_custom_model(recipe: Recipe) -> Recipe:
     return replace(recipe, settings=recipe.settings.model_copy(update=update))
 
 
-def _from_module(
-    name: str, place: str, function: str, argv: Sequence[str] = ()
-) -> Callable[[], TrainSettings | Recipe]:
+def _from_module(name: str, place: str, function: str) -> Callable[[], TrainSettings | Recipe]:
     is_file = place.endswith(".py")
     if not function or (not is_file and not all(p.isidentifier() for p in place.split("."))):
         raise UserError(f"recipe {name}: write path/to/file.py:function or module:function")
     with user_code_errors(f"recipe {name}", is_all_theirs=True):
-        module = run_file(Path(place), argv) if is_file else _imported(name, place)
+        module = run_file(Path(place)) if is_file else _imported(name, place)
     recipe = getattr(module, function, None)
     if not callable(recipe):
         names = [key for key, value in vars(module).items() if _is_defined_in(module, value)]

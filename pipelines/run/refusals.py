@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from importlib.metadata import entry_points
 from pathlib import Path
@@ -87,6 +88,21 @@ def refuse_early(
         parse_workers(workers)
     if layout:
         parse_layout(layout)
+
+
+def give_words(recipe: str, words: list[str]) -> None:
+    """Make these words the command-line arguments of a recipe's file, from now on in this process.
+
+    Raises `UserError` for words that no file can get.
+    """
+    place = recipe.rpartition(":")[0]
+    if place.endswith(".py"):
+        sys.argv = [place, *words]
+    elif words:
+        raise UserError(
+            f"{words[0]}: only path/to/file.py:function takes arguments, as in "
+            "`elastic train file.py:main -- --lr 3e-4`"
+        )
 
 
 def refuse_unknown_recipe(name: str) -> None:

@@ -7,7 +7,7 @@ import importlib.util
 import shutil
 import sys
 import tempfile
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from inspect import isfunction
@@ -41,7 +41,7 @@ class ScriptFile:
             place, _, function = recipe.rpartition(":")
             if not place.endswith(".py"):
                 return None
-            path, argv = Path(place).resolve(), [place]
+            path, argv = Path(place).resolve(), _arguments_of(place)
         else:
             main = sys.modules["__main__"]
             file = getattr(main, "__file__", None)
@@ -73,8 +73,8 @@ def shipped(kwargs: dict[str, Any], recipe: object, arguments: Mapping[str, Any]
     return {**kwargs, "recipe": file} if file else kwargs
 
 
-def run_file(file: Path, argv: Sequence[str] = ()) -> ModuleType:
-    """Run a file under its own name, with its folder on the path and these command-line words."""
+def run_file(file: Path) -> ModuleType:
+    """Run a file under its own name, with its folder on the path and its command-line arguments."""
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None and spec.loader is not None, f"{file} does not end in .py"
     if (folder := str(file.resolve().parent)) not in sys.path:
@@ -85,7 +85,7 @@ def run_file(file: Path, argv: Sequence[str] = ()) -> ModuleType:
     before = sys.modules.get(spec.name)
     sys.modules[spec.name] = module
     try:
-        with _arguments(list(argv) or [str(file)]):
+        with _arguments(_arguments_of(str(file))):
             spec.loader.exec_module(module)
     finally:
         if before is None:
@@ -102,6 +102,11 @@ def _arguments(words: list[str]) -> Iterator[None]:
         yield
     finally:
         sys.argv = before
+
+
+def _arguments_of(file: str) -> list[str]:
+    """The command line of a file: that of this process, if it is the file's."""
+    return sys.argv if sys.argv[:1] == [file] else [file]
 
 
 def _sources_beside(file: Path) -> dict[str, str]:

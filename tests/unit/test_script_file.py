@@ -9,8 +9,10 @@ from pathlib import Path
 
 import pytest
 
+from pipelines.errors import UserError
 from pipelines.run.recipes import load
-from pipelines.settings.script_file import ScriptFile
+from pipelines.run.refusals import give_words
+from pipelines.settings.script_file import ScriptFile, run_file
 
 SCRIPT = """
 import argparse, threading
@@ -109,3 +111,18 @@ def test_functions_without_a_file_of_their_own_are_sent_themselves() -> None:
     assert ScriptFile.of(lambda run: None, {}) is None
     assert ScriptFile.of("pipelines.run.recipes:tiny", {}) is None
     assert ScriptFile.of(load("tiny"), {}) is None
+
+
+def test_words_behind_two_dashes_are_the_arguments_of_the_file(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["elastic", "train"])
+    (folder / "words.py").write_text("import sys\nARGV = list(sys.argv)\ndef recipe():\n    pass\n")
+    file = str(folder / "words.py")
+    assert [file] == run_file(Path(file)).ARGV, "not those of this program"
+    give_words(f"{file}:recipe", ["--lr", "3e-4"])
+    assert [file, "--lr", "3e-4"] == run_file(Path(file)).ARGV
+    shipped_file = ScriptFile.of(f"{file}:recipe", {})
+    assert shipped_file is not None and shipped_file.argv == (file, "--lr", "3e-4")
+    with pytest.raises(UserError, match=r"--lr: only path/to/file.py:function takes arguments"):
+        give_words("tiny", ["--lr"])
