@@ -100,7 +100,7 @@ def on_paused(state: ControllerState, now: float, event: Paused) -> list[Command
     """A member has paused; when all have, continue."""
     if event.generation != state.generation:
         return []
-    if event.is_last:
+    if event.is_last and not state.rollbacks.request:
         state.job = replace(state.job, steps=event.step)
     if isinstance(state.phase, Running):
         # The last step needs no pause request: every worker stops there by itself.

@@ -11,6 +11,7 @@ from torch import nn
 
 from pipelines.loop.declaration import Declaration
 from pipelines.loop.prepared.called_module import CalledModule
+from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.prepared.optimizer_factory import LoopOptimizerFactory
 from pipelines.loop.prepared.script_values import ScriptValues
 from pipelines.loop.run import Run
@@ -76,6 +77,11 @@ class Loop:
         self._begin()
 
     @property
+    def is_in_body(self) -> bool:
+        """Whether the script computes a step, or waits behind its body."""
+        return not self._is_judged
+
+    @property
     def optimizer_factory(self) -> LoopOptimizerFactory:
         return LoopOptimizerFactory(lambda: self.declaration.optimizer_factory)
 
@@ -96,6 +102,7 @@ class Loop:
             self.values.kept, self.number, self._before = values(), number, number - 1
             self._at = Step(number, self.called, epoch)
             self._resume(Begin(self._at))
+        self.called.is_first_worker = self.is_first_worker
 
     def commit(self, number: int, epoch: int, is_last: bool) -> None:
         """Let the script run from the end of the body of step `number` to that of the next."""
@@ -111,6 +118,7 @@ class Loop:
         """
         thread = self._thread
         if not thread.is_running:
+            thread.refuse_ended()
             return True
         arrival = thread.arrival(limit_s)
         if arrival is None or thread is not self._thread:
@@ -140,7 +148,7 @@ class Loop:
 
     def proceed(self) -> None:
         """Let the script run what stands below its loop."""
-        self.has_proceeded = True
+        self.has_proceeded = self.called.is_first_worker = True
         self._thread.resume(Proceed())
 
     def compute(self, engine: Engine, module: nn.Module) -> list[LossSums]:
@@ -149,6 +157,10 @@ class Loop:
         Raises what the body raises.
         """
         called, thread = self.called, self._thread
+        if self.left_after is not None:
+            raise LoopMisused(
+                f"step {self.number}: the script leaves its loop before its first step"
+            )
         called.use(module)
         self._at, self._is_judged, self._driver = None, False, threading.get_ident()
         try:

@@ -80,8 +80,11 @@ class LoopReplica(ShardedReplica):
         loop, step = self.loop, committed_step + 1
         self._committed = committed_step
         loop.is_first_worker = self.groups.world_rank == 0 and not self._is_alone
+        is_stuck = loop.is_busy and loop.is_in_body  # in a collective of a generation before
+        if is_stuck or loop.number not in (0, step):
+            loop.restart_script()
         self._serve(interrupt)
-        self._share_values(step)
+        self._share_values(step, interrupt)
         if not self._is_done and committed_step < self.settings.steps:
             loop.begin(step, self._epoch(step), self.state.script[SCRIPT_VALUES].tolist)
             self._serve(interrupt)
@@ -180,7 +183,7 @@ class LoopReplica(ShardedReplica):
         summed: list[int] = counted.tolist()
         return summed
 
-    def _share_values(self, step: int) -> None:
+    def _share_values(self, step: int, interrupt: Interrupt) -> None:
         """Take the numbers of a worker whose script has begun this step.
 
         They are newer than those of the state, if a failure came while the script ran to its body.
@@ -188,13 +191,17 @@ class LoopReplica(ShardedReplica):
         begun = [0] * self.groups.layout.num_workers
         begun[self.groups.world_rank] = int(self.loop.number == step)
         begun = self._sum(begun)
+        interrupt()
         if any(begun):
-            values, first = self.state.script[SCRIPT_VALUES], begun.index(1)
+            first = begun.index(1)
             if first == self.groups.world_rank:
                 self._keep_values()
+            values = self.state.script[SCRIPT_VALUES].clone()
             options = BroadcastOptions()
             options.rootRank = first
             wait_for(self.groups.world.broadcast([values], options))
+            interrupt()
+            self.state.script[SCRIPT_VALUES].copy_(values)
 
     def _keep_values(self) -> None:
         values = self.state.script[SCRIPT_VALUES]

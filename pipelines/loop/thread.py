@@ -78,7 +78,7 @@ Outcome = Declaration | Arrived | Request | list[LossSums] | BaseException
 
 SUSPENDED = {"YIELD_VALUE", "RESUME"}
 """The instructions at which a generator waits."""
-DROPPING = {"POP_TOP", "POP_ITER", "END_FOR"}
+DROPPING = {"POP_TOP", "POP_ITER", "END_FOR", "FOR_ITER"}
 """The instructions that drop an iterator, in various versions of Python."""
 
 
@@ -117,8 +117,7 @@ class LoopThread:
 
     def resume(self, turn: Begin | Committed | Answer | Proceed) -> None:
         """Let the script run between two bodies; see `arrival`."""
-        if self._end is not None:
-            raise self._end
+        self.refuse_ended()
         self.is_running = True
         self._turns.put(turn)
 
@@ -131,8 +130,14 @@ class LoopThread:
         assert isinstance(outcome, Arrived | Request)
         return outcome
 
+    def refuse_ended(self) -> None:
+        """Raise what the function has raised, also if it was ignored before."""
+        if self._end is not None:
+            raise self._end
+
     def compute(self, engine: Engine) -> list[LossSums]:
         """Let the loop's body compute the step at which the script has arrived."""
+        self.refuse_ended()
         self.is_running = True
         self._turns.put(Compute(engine))
         outcome = self._outcome()

@@ -65,7 +65,7 @@ from pipelines.settings import TrainSettings
 from pipelines.settings.home import expand_home
 from pipelines.settings.overrides import Given, differing_training_settings, first_problem, override
 from pipelines.settings.recipe import Recipe
-from pipelines.settings.script_file import shipped
+from pipelines.settings.script_file import refuse_in_file, shipped
 from pipelines.settings.user_code import user_code_errors
 
 
@@ -272,6 +272,7 @@ def _sidecar(
 
 def settings_of(request: TrainRequest) -> tuple[TrainSettings, Recipe | Script | None]:
     """The run's settings, and the recipe or script of a custom model. Raises `UserError`."""
+    refuse_in_file("a run that is started")
     loaded = load(request.recipe, request.arguments)
     options = {
         "--data": ("data.source", request.data),

@@ -15,6 +15,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+from pipelines.errors import UserError
 from pipelines.settings.user_code import is_users
 
 
@@ -44,6 +45,8 @@ class ScriptFile:
             path, argv = Path(place).resolve(), _arguments_of(place)
         else:
             main = sys.modules["__main__"]
+            if main.__spec__ is not None:  # `python -m`: it may import relatively
+                return None
             file = getattr(main, "__file__", None)
             function = getattr(recipe, "__qualname__", "")
             if not isfunction(recipe) or file is None or getattr(main, function, None) != recipe:
@@ -73,6 +76,19 @@ def shipped(kwargs: dict[str, Any], recipe: object, arguments: Mapping[str, Any]
     return {**kwargs, "recipe": file} if file else kwargs
 
 
+_running: list[str] = []
+"""The files that are being run."""
+
+
+def refuse_in_file(what: str) -> None:
+    """Raise `UserError` while a file is run for its functions, on a worker or for a command."""
+    if _running:
+        raise UserError(
+            f"{what}: each worker runs {_running[-1]}.py, too, for its function; put this under "
+            '`if __name__ == "__main__":`'
+        )
+
+
 def run_file(file: Path) -> ModuleType:
     """Run a file under its own name, with its folder on the path and its command-line arguments."""
     spec = importlib.util.spec_from_file_location(file.stem, file)
@@ -84,10 +100,12 @@ def run_file(file: Path) -> ModuleType:
     # registered would be pickled by its module's name, which reader processes cannot import.
     before = sys.modules.get(spec.name)
     sys.modules[spec.name] = module
+    _running.append(spec.name)
     try:
         with _arguments(_arguments_of(str(file))):
             spec.loader.exec_module(module)
     finally:
+        _running.pop()
         if before is None:
             del sys.modules[spec.name]
         else:
@@ -106,7 +124,8 @@ def _arguments(words: list[str]) -> Iterator[None]:
 
 def _arguments_of(file: str) -> list[str]:
     """The command line of a file: that of this process, if it is the file's."""
-    return sys.argv if sys.argv[:1] == [file] else [file]
+    is_this_program = bool(sys.argv) and Path(sys.argv[0]) == Path(file)
+    return sys.argv if is_this_program else [file]
 
 
 def _sources_beside(file: Path) -> dict[str, str]:

@@ -120,9 +120,23 @@ def test_words_behind_two_dashes_are_the_arguments_of_the_file(
     (folder / "words.py").write_text("import sys\nARGV = list(sys.argv)\ndef recipe():\n    pass\n")
     file = str(folder / "words.py")
     assert [file] == run_file(Path(file)).ARGV, "not those of this program"
+    monkeypatch.chdir(folder)
+    give_words("./words.py:recipe", ["--lr", "3e-4"])
+    assert run_file(Path("./words.py")).ARGV == ["./words.py", "--lr", "3e-4"]
     give_words(f"{file}:recipe", ["--lr", "3e-4"])
     assert [file, "--lr", "3e-4"] == run_file(Path(file)).ARGV
     shipped_file = ScriptFile.of(f"{file}:recipe", {})
     assert shipped_file is not None and shipped_file.argv == (file, "--lr", "3e-4")
     with pytest.raises(UserError, match=r"--lr: only path/to/file.py:function takes arguments"):
         give_words("tiny", ["--lr"])
+
+
+def test_program_that_starts_a_run_without_a_guard_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each worker runs the file, and would start a run of its own."""
+    monkeypatch.setenv("RAY_ADDRESS", "local")
+    program = "from pipelines.api import ElasticTrainer\nElasticTrainer('tiny', verbose=0).fit()\n"
+    (folder / "unguarded.py").write_text(program)
+    with pytest.raises(UserError, match=r"put this under `if __name__ == \"__main__\":`"):
+        run_file(folder / "unguarded.py")

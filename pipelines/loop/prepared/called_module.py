@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from enum import Enum
 from typing import Any, Protocol
 
@@ -59,6 +60,7 @@ class CalledModule:
         """What the script has set since the loop began, for this worker's part, too."""
         self.is_first_worker = False
         self.is_training = self.is_stopped = False
+        self._is_calling = False
         self.is_stale = True
         self._step: OpenStep | None = None
         self._num_changes = 0
@@ -100,7 +102,7 @@ class CalledModule:
 
     def set(self, name: str, value: Any) -> None:
         """Note an attribute that the script sets on its model."""
-        if not self.is_training or not self._is_script():
+        if not self.is_training or self._is_calling or not self._is_script():
             return
         if isinstance(value, nn.Module | Tensor):
             raise LoopMisused(
@@ -109,6 +111,15 @@ class CalledModule:
         self._attributes[name] = value
         if self._step is not None and self.part is not None:
             setattr(self.part, name, value)
+
+    @contextmanager
+    def calling(self) -> Iterator[None]:
+        """While the declared module itself is called: what it sets on itself is its own."""
+        self._is_calling = True
+        try:
+            yield
+        finally:
+            self._is_calling = False
 
     def refuse_elsewhere(self) -> None:
         """Raise `LoopMisused` on a thread that does not see the trained values."""

@@ -26,15 +26,18 @@ class PreparedModel(nn.Module):
             return called.call(inputs, keywords)
         called.refuse_elsewhere()
         _refresh(self)
-        return super().__call__(*inputs, **keywords)
+        with called.calling():
+            return super().__call__(*inputs, **keywords)
 
     def __getattribute__(self, name: str) -> Any:
-        """In the tables of parameters, buffers and parts Python finds all that has values."""
-        if name in MODULE_TABLES:
-            called = object.__getattribute__(self, "__dict__").get(CALLED)
-            if called is not None and called.moment is Moment.IN_STEP:
+        """Within a step what the model holds is what this worker's part holds. Between two steps
+        the tables of parameters, buffers and parts lead to all that has values."""
+        own = object.__getattribute__(self, "__dict__")
+        called = own.get(CALLED)
+        if called is not None and name in own and name not in (CALLED, "training"):
+            if called.moment is Moment.IN_STEP and name in vars(called.part):
                 return getattr(called.part, name)
-            if called is not None and called.moment is Moment.BETWEEN_STEPS:
+            if name in MODULE_TABLES and called.moment is Moment.BETWEEN_STEPS:
                 called.refresh()
         return super().__getattribute__(name)
 
@@ -51,7 +54,8 @@ class PreparedModel(nn.Module):
 
     def train(self, mode: bool = True) -> PreparedModel:
         if _called(self).moment is not Moment.IN_STEP:
-            super().train(mode)
+            plain(self).train(mode)
+            self.training = mode
         elif not mode:
             raise LoopMisused(
                 "model.eval(): not possible within a step; declare held-out data with "
@@ -60,9 +64,9 @@ class PreparedModel(nn.Module):
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Does nothing within a step: the run zeroes the gradients."""
-        if _called(self).moment is not Moment.IN_STEP:
-            super().zero_grad(set_to_none)
+        """Does nothing in the loop: the run zeroes the gradients."""
+        if not _called(self).is_training:
+            plain(self).zero_grad(set_to_none)
 
     def named_parameters(self, *arguments: Any, **keywords: Any) -> Any:
         _refuse_in_step(self, "parameters")
@@ -107,8 +111,8 @@ def plain(model: nn.Module) -> nn.Module:
 
 
 def _called(model: nn.Module) -> CalledModule:
-    called: CalledModule = model.__dict__[CALLED]
-    return called
+    called: CalledModule | None = model.__dict__.get(CALLED)
+    return called or CalledModule()  # another model of the same class
 
 
 def _refresh(model: nn.Module) -> None:

@@ -1,0 +1,128 @@
+"""What `run.prepare` makes of a script's objects, and which it refuses."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from test_loop import MODULE, make_loader, take
+from torch import Tensor, nn
+from torch.optim import SGD
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+
+from pipelines.loop import Run
+from pipelines.loop.loop import Loop
+from pipelines.loop.prepared.errors import LoopMisused
+from pipelines.loop.script import script_of
+
+
+class Stream(IterableDataset[Any]):
+    def __iter__(self) -> Any:
+        return iter(())
+
+
+MODEL = nn.Linear(2, 1)
+
+
+OPTIMIZER = SGD(MODEL.parameters(), lr=0.1, momentum=0.9)
+
+
+def scheduled_optimizer() -> SGD:
+    optimizer = SGD(MODEL.parameters(), lr=0.1)
+    LambdaLR(optimizer, float)
+    return optimizer
+
+
+@pytest.mark.parametrize(
+    ("objects", "message"),
+    [
+        ((3,), "cannot prepare int; pass a model"),
+        ((MODEL, nn.Linear(1, 1)), "a second model"),
+        ((DataLoader(Stream()),), "not map-style"),
+        ((DataLoader(TensorDataset(torch.ones(4))),), "shuffle=True"),
+        ((MODEL,), "the optimizer and the loader"),
+        ((MODEL, SGD(nn.Linear(1, 1).parameters()), make_loader()), "the model does not have"),
+        ((MODEL, SGD([MODEL.bias]), make_loader()), "lacks parameter weight"),
+        (
+            (MODEL, OPTIMIZER, make_loader(), LambdaLR(SGD([MODEL.bias]), float)),
+            "another optimizer",
+        ),
+        ((MODEL, scheduled_optimizer(), make_loader()), "has a learning-rate scheduler; pass it"),
+    ],
+)
+def test_objects_that_cannot_be_elastic_are_refused_in_one_line(
+    objects: tuple[Any], message: str
+) -> None:
+    def script(run: Run) -> None:
+        run.prepare(*objects)
+        run.steps(3)
+
+    with pytest.raises(LoopMisused, match=message) as raised:
+        script_of(script)
+    assert "\n" not in str(raised.value)
+
+
+def test_prepared_model_has_its_parameters_until_the_loop_starts() -> None:
+    messages: list[str] = []
+
+    def script(run: Run) -> None:
+        model = run.prepare(nn.Linear(2, 1))
+        assert len(list(model.parameters())) == 2 and model.in_features == 2
+        optimizer = run.prepare(SGD(model.parameters(), lr=0.5))
+        loader = run.prepare(make_loader())
+        assert len(loader) == 5
+        for step in run.steps(3):
+            with step:
+                for points in step.batches():
+                    for call in (model.state_dict, model.parameters, model.eval):
+                        with pytest.raises(LoopMisused) as raised:
+                            list(call())
+                        messages.append(str(raised.value))
+                    step.backward(model(points).mean())
+                    optimizer.step()
+                    optimizer.zero_grad()
+
+    loop = Loop(script, 0)
+    MODULE.weight.grad = None
+    take(loop)
+    take(loop, 2)
+    assert MODULE.weight.grad is not None
+    assert len(set(messages)) == 3 and "run.evaluation" in messages[2]
+
+
+def test_prepared_model_is_its_part_within_a_step() -> None:
+    """What the body's forward sets is what the script reads; other instances are plain."""
+    seen = []
+
+    class Auxiliary(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer, self.aux, self.num_calls = nn.Linear(2, 1), torch.zeros(()), 0
+
+        def forward(self, points: Tensor) -> Tensor:
+            hidden = self.layer(points)
+            self.aux, self.num_calls = hidden.square().mean(), self.num_calls + 1
+            return hidden
+
+    def script(run: Run) -> None:
+        model = Auxiliary()
+        optimizer = SGD(model.parameters(), lr=0.5)
+        model, optimizer, _ = run.prepare(model, optimizer, make_loader())
+        for step in run.steps(3):
+            with step:
+                for points in step.batches():
+                    step.backward(model(points).mean() + model.aux)
+                    seen.append((model.aux.requires_grad, model.num_calls))
+            assert len(list(type(model)().parameters())) == 2
+            model.train()
+            model.zero_grad()
+
+    loop = Loop(script, 0)
+    part = Auxiliary()
+    for number in (1, 2):
+        take(loop, number, module=part)
+        assert loop.request is None, "`train` and `zero_grad` need no weights"
+    assert seen == [(True, 1), (True, 2), (True, 3), (True, 4)]
+    assert part.layer.weight.grad is not None
