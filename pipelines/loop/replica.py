@@ -3,21 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed import BroadcastOptions
 
 from actors.distributed.stall import wait_for
 from actors.distributed.torch_private import scale_tensors
 from actors.runtime.program import Applied, Groups, Interrupt
+from elastic.geometry.tensor_specs import TensorSpec
 from elastic.protocol.votes import Vote
 from pipelines.loop.loop import Loop
 from pipelines.loop.passes import LoopPasses
 from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.thread import Request
-from pipelines.loop.whole_weights import gather_whole
+from pipelines.loop.whole_weights import broadcast, gather_whole
 from pipelines.settings import TrainSettings
 from pipelines.training.passes.pass_size import PassObservations
 from pipelines.training.passes.passes import Passes
@@ -197,9 +198,7 @@ class LoopReplica(ShardedReplica):
             if first == self.groups.world_rank:
                 self._keep_values()
             values = self.state.script[SCRIPT_VALUES].clone()
-            options = BroadcastOptions()
-            options.rootRank = first
-            wait_for(self.groups.world.broadcast([values], options))
+            broadcast(values, first, self.groups)
             interrupt()
             self.state.script[SCRIPT_VALUES].copy_(values)
 
@@ -210,11 +209,14 @@ class LoopReplica(ShardedReplica):
     def _provide(self, wanted: Request, interrupt: Interrupt, keeps: bool) -> Any:
         if wanted is Request.EVALUATION:
             return self.evaluate(self.settings.steps, interrupt)
-        specs = state_specs(self.workload, self.settings)
-        weights = [spec for spec in specs if spec.kind != "optimizer"]
         into = self.loop.called.tensors() if keeps else {}
-        gather_whole(weights, self.state.tensors(), self.groups, interrupt, into)
+        gather_whole(self._weights, self.state.tensors(), self.groups, interrupt, into)
         return None
+
+    @cached_property
+    def _weights(self) -> list[TensorSpec]:
+        specs = state_specs(self.workload, self.settings)
+        return [spec for spec in specs if spec.kind != "optimizer"]
 
     def _epoch(self, step: int) -> int:
         return (step - 1) * self.settings.batch // self.workload.num_samples

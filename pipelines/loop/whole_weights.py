@@ -15,6 +15,13 @@ from elastic.geometry.tensor_specs import TensorSpec
 from pipelines.training.workload.initial_values import slices_of
 
 
+def broadcast(tensor: Tensor, rank: int, groups: Groups) -> None:
+    """Give all workers the tensor of one rank, in place."""
+    options = BroadcastOptions()
+    options.rootRank = rank
+    wait_for(groups.world.broadcast([tensor], options))
+
+
 @torch.no_grad()
 def gather_whole(
     specs: Sequence[TensorSpec],
@@ -45,8 +52,6 @@ def _gathered(spec: TensorSpec, local: Tensor | None, groups: Groups) -> Tensor:
         if rank == groups.world_rank:
             assert local is not None, f"{spec.name}: this rank holds a region, but no tensor"
             part.copy_(local)
-        options = BroadcastOptions()
-        options.rootRank = rank
-        wait_for(groups.world.broadcast([part], options))
+        broadcast(part, rank, groups)
         whole[slices_of(region)] = part
     return whole

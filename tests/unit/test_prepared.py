@@ -16,6 +16,7 @@ from pipelines.loop import Run
 from pipelines.loop.loop import Loop
 from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.script import script_of
+from pipelines.loop.thread import Request
 
 
 class Stream(IterableDataset[Any]):
@@ -126,3 +127,25 @@ def test_prepared_model_is_its_part_within_a_step() -> None:
         assert loop.request is None, "`train` and `zero_grad` need no weights"
     assert seen == [(True, 1), (True, 2), (True, 3), (True, 4)]
     assert part.layer.weight.grad is not None
+
+
+def test_part_of_the_model_between_two_steps_has_the_trained_values() -> None:
+    """The first use of any part asks for them."""
+
+    def script(run: Run) -> None:
+        model = nn.Sequential()
+        model.layer = nn.Linear(2, 1)
+        optimizer = SGD(model.parameters(), lr=0.5)
+        model, optimizer, _ = run.prepare(model, optimizer, make_loader())
+        for step in run.steps(3):
+            with step:
+                for points in step.batches():
+                    step.backward(points.sum() * torch.ones((), requires_grad=True))
+            assert not hasattr(model, "nothing")
+            assert model.layer.weight is not None
+
+    loop = Loop(script, 0)
+    take(loop)
+    assert loop.request is Request.WEIGHTS
+    loop.answer(None)
+    assert loop.await_arrival() and loop.request is None

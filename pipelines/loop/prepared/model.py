@@ -45,6 +45,8 @@ class PreparedModel(nn.Module):
         called = self.__dict__.get(CALLED)
         if called is not None and called.moment is Moment.IN_STEP:
             return getattr(called.part, name)
+        if any(name in self.__dict__.get(table, ()) for table in MODULE_TABLES):
+            _refresh(self)  # torch looks into the tables without asking for them
         return super().__getattr__(name)
 
     def __setattr__(self, name: str, value: Any) -> None:
