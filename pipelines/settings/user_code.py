@@ -42,7 +42,7 @@ def user_code_errors(what: str, is_all_theirs: bool = False) -> Iterator[None]:
 
 def is_users(file: str) -> bool:
     """Whether a file is the user's: neither of this project nor of an installed package."""
-    return not str(Path(file).resolve()).startswith(_PACKAGES + _INSTALLED)
+    return not _is_in(file, _PACKAGES + _INSTALLED)
 
 
 def printable(text: str) -> str:
@@ -58,13 +58,13 @@ def _frames_of_user(error: BaseException) -> list[traceback.FrameSummary]:
     foreign = [
         frame
         for frame in traceback.extract_tb(error.__traceback__)
-        if not frame.filename.startswith("<frozen ") and not _is_in(frame, _PACKAGES)
+        if not frame.filename.startswith("<frozen ") and not _is_in(frame.filename, _PACKAGES)
     ]
-    return [frame for frame in foreign if not _is_in(frame, _INSTALLED)] or foreign
+    return [frame for frame in foreign if not _is_in(frame.filename, _INSTALLED)] or foreign
 
 
-def _is_in(frame: traceback.FrameSummary, folders: tuple[str, ...]) -> bool:
-    return str(Path(frame.filename).resolve()).startswith(folders)
+def _is_in(file: str, folders: tuple[str, ...]) -> bool:
+    return str(Path(file).resolve()).startswith(folders)
 
 
 def _place(error: BaseException, frames: list[traceback.FrameSummary]) -> str:
