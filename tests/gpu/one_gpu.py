@@ -16,12 +16,12 @@ NEEDS_GPU = [
 ]
 
 
-def program(settings: dict[str, Any]) -> TrainingProgram:
+def program(**kwargs: Any) -> TrainingProgram:
     """The training program of a worker on the shared GPU."""
     separate_hosts()
-    return TrainingProgram(settings, device="cuda")
+    return TrainingProgram(**kwargs, device="cuda")
 
 
-def program_on_cpu(settings: dict[str, Any]) -> TrainingProgram:
+def program_on_cpu(**kwargs: Any) -> TrainingProgram:
     """The training program on the CPU, even if there is a GPU."""
-    return TrainingProgram(settings, device="cpu")
+    return TrainingProgram(**kwargs, device="cpu")

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from gpu_groups import separate_hosts
 from one_gpu import NEEDS_GPU
 from test_replica import local_tensors
-from test_zero import Trained, train
+from test_zero import MeasuredReplica, Trained, train
 from torch.multiprocessing import start_processes
 
 from actors.distributed.backends.backend import backend_of, dissolve_groups, init_world
@@ -59,7 +59,7 @@ def run_rank(world_rank: int, folder: Path) -> None:
         assignment = Assignment(1, Layout(fsdp=2, zero=zero), ("w0", "w1"))
         program = program_on("cuda", offload=offload)
         groups = form_groups(backend, assignment, world_rank, program.device, TIMEOUT)
-        replica = program.build(groups)
+        replica = MeasuredReplica(program.workload, program.settings, groups)
         trained = train(program, replica, local_tensors(program, groups))
         if offload:
             assert_on_the_host(replica.state.shards, replica.tensors())
@@ -86,7 +86,8 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def on_cpu() -> Trained:
     program = program_on("cpu")
     with group_of_one(program.device) as groups:
-        return train(program, program.build(groups), local_tensors(program, groups))
+        replica = MeasuredReplica(program.workload, program.settings, groups)
+        return train(program, replica, local_tensors(program, groups))
 
 
 @pytest.mark.parametrize(("zero", "offload"), CASES)
