@@ -36,11 +36,12 @@ class StallDetector:
 
     def __init__(self, thread: threading.Thread) -> None:
         self._thread = thread
-        self._spent_s = -1.0
+        self._position: tuple[int, float | None] | None = None
         self._since = 0.0
 
     def lasts(self) -> bool:
-        """Whether the thread has waited in torch, without processor time, for `STALL_S`.
+        """Whether the thread has waited in torch for `STALL_S`: in one wait for other ranks, or
+        elsewhere without processor time. NCCL uses some while it waits.
 
         User code that hangs does not count: another thread would hang there again.
         """
@@ -50,13 +51,20 @@ class StallDetector:
         ident = working_thread(ident)
         frame = sys._current_frames().get(ident)
         spent_s = time.clock_gettime(time.pthread_getcpuclockid(ident))
-        if frame is None or spent_s != self._spent_s or not _waits_in_torch(frame):
-            self._spent_s, self._since = spent_s, time.monotonic()
+        position = None
+        if frame is not None and _waits_in_torch(frame):
+            position = (id(frame), None if _waits_for_ranks(frame) else spent_s)
+        if position is None or position != self._position:
+            self._position, self._since = position, time.monotonic()
         return time.monotonic() - self._since > STALL_S
 
 
 def _waits_in_torch(frame: FrameType) -> bool:
-    if frame.f_code is waiting.__code__:
+    if _waits_for_ranks(frame):
         return True
     file = frame.f_code.co_filename
     return file.startswith(_TORCH) and not file.startswith(_LOADERS)
+
+
+def _waits_for_ranks(frame: FrameType) -> bool:
+    return frame.f_code is waiting.__code__

@@ -59,8 +59,7 @@ class FakeNccl:
         self.calls.append(f"create {arguments.name}")
         return end
 
-    def connect(self, end: FakeEnd) -> Any:
-        arguments = end.arguments
+    def connect(self, end: FakeEnd, arguments: BackendArguments, check: Callable[[], None]) -> Any:
         self.calls.append(f"connect {arguments.name}")
         self.before_connecting(end)
         self._meet(end)

@@ -8,6 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -20,9 +21,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup, TCPStore
 
 from actors.distributed.backends.backend import GroupBackend, backend_of
-from actors.distributed.backends.nccl import GroupsAborted, NcclBackend
+from actors.distributed.backends.nccl import GroupsAborted, Nccl, NcclBackend
 from actors.distributed.groups import Formation
-from actors.distributed.stall import wait_for
+from actors.distributed.stall import StallDetector, wait_for
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.layout import Layout
 from elastic.protocol.commands import Form
@@ -47,6 +48,7 @@ class Rank:
     folder: Path
     backend: GroupBackend
     fake: FakeNccl | None
+    device: torch.device = CPU
     measured: dict[str, float] = field(default_factory=dict)
 
     def formation(
@@ -57,7 +59,7 @@ class Rank:
         old = Assignment(generation - 1, LAYOUTS[len(everyone)], everyone) if holders else None
         plan = ReshardPlan(0, 0, old, assignment, holders)
         order = Form(generation, assignment, plan, HOST, self.port)
-        return Formation(self.worker, order, CPU, TIMEOUT_S, backend=self.backend)
+        return Formation(self.worker, order, self.device, TIMEOUT_S, backend=self.backend)
 
     def train(
         self, generation: int, members: tuple[str, ...], holders: tuple[str, ...] = ()
@@ -65,33 +67,33 @@ class Rank:
         """Form a generation, reduce in each of its groups, and leave it."""
         formation = self.formation(generation, members, holders)
         formation.form()
-        reduce_everywhere(formation)
+        self.reduce_everywhere(formation)
         self.meet(f"generation {generation} has reduced", len({*members, *holders}))
         formation.abort()
         formation.dissolve()
 
     def expect_abort(self, formation: Formation, call: Callable[[], object]) -> None:
-        """A call that blocks raises soon after an abort, which is repeated until then, as a worker
-        does it: connections that did not exist yet survive the first one."""
-        ended = threading.Event()
-
-        def abort() -> None:
-            time.sleep(ABORT_AFTER_S)
-            while not ended.is_set():
-                formation.abort()
-                ended.wait(REPEAT_ABORT_S)
-
-        thread = threading.Thread(target=abort)
-        thread.start()
+        """A call that blocks ends soon after an abort, which is repeated until then, as a worker
+        does it: connections that did not exist yet survive the first one. A thread that NCCL does
+        not wake while it connects is left behind."""
         began = time.monotonic()
-        try:
-            call()
-        except RuntimeError:
-            self.measured["blocked_s"] = time.monotonic() - began
-        ended.set()
-        thread.join()
+        thread = threading.Thread(target=self._call, args=(call,), daemon=True)
+        thread.start()
+        time.sleep(ABORT_AFTER_S)
+        stall = StallDetector(thread)
+        while thread.is_alive():
+            formation.abort()
+            if self.device.type == "cuda" and formation.can_lose_wake_ups and stall.lasts():
+                break
+            thread.join(REPEAT_ABORT_S)
+        self.measured["blocked_s"] = time.monotonic() - began
         formation.abort()
         formation.dissolve()
+
+    def _call(self, call: Callable[[], object]) -> None:
+        with suppress(RuntimeError):  # NCCL may also return, with garbage
+            call()
+            self.synchronize()
 
     def meet(self, name: str, num_ranks: int) -> None:
         """Wait for the other processes, beside all groups."""
@@ -100,18 +102,21 @@ class Rank:
             store.set(f"met {name}", "")
         store.wait([f"met {name}"])
 
+    def reduce_everywhere(self, formation: Formation) -> None:
+        """Sum ones in the world, along each axis and in the transfer group, if this is in it."""
+        groups = [formation.transfer]
+        if formation.groups is not None:
+            mesh = formation.groups.mesh
+            groups += [formation.groups.world, *mesh.get_all_groups()]
+        for group in groups:
+            assert group is not None
+            ones = torch.ones(1, device=self.device)
+            wait_for(group.allreduce([ones]))
+            assert ones.item() == group.size()
 
-def reduce_everywhere(formation: Formation) -> None:
-    """Sum ones in the world, along each axis and in the transfer group, if the rank is in it."""
-    groups = [formation.transfer]
-    if formation.groups is not None:
-        mesh = formation.groups.mesh
-        groups += [formation.groups.world, *mesh.get_all_groups()]
-    for group in groups:
-        assert group is not None
-        ones = torch.ones(1)
-        wait_for(group.allreduce([ones]))
-        assert ones.item() == group.size()
+    def synchronize(self) -> None:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
 
 
 def changes(rank: Rank) -> None:
@@ -157,7 +162,14 @@ def die_in_group(rank: Rank, number: int) -> None:
             die_in_time()
             super().__init__(*arguments)
 
-    if rank.fake is None:
+    class DyingNccl(Nccl):
+        def connect(self, *arguments: Any) -> Any:
+            die_in_time()
+            return super().connect(*arguments)
+
+    if isinstance(rank.backend, NcclBackend) and rank.fake is None:
+        rank.backend._engine = DyingNccl()
+    elif rank.fake is None:
         dist.ProcessGroupGloo = Dying  # type: ignore[misc]
     else:
         rank.fake.before_connecting = lambda end: die_in_time()
@@ -173,16 +185,49 @@ def die_while_others_form(rank: Rank, die: Callable[[], object]) -> None:
     rank.train(3, ("w0", "w1", "w3"))
 
 
-def collectives(world: ProcessGroup) -> dict[str, Callable[[], object]]:
+def death_in_collective(rank: Rank) -> None:
+    """w2 dies before a collective along an axis; the vote of the others is queued behind it."""
+    survive_death(rank, lambda formation: rank.reduce_everywhere(formation))
+
+
+def death_before_collective(rank: Rank) -> None:
+    """The same in the first collective of a generation."""
+    survive_death(rank, lambda formation: None)
+
+
+def survive_death(rank: Rank, before: Callable[[Formation], None]) -> None:
+    formation = rank.formation(1, WORKERS[:3])
+    formation.form()
+    before(formation)
+    rank.meet("the death", 3)
+    if rank.worker == "w2":
+        os.kill(os.getpid(), signal.SIGKILL)
+    time.sleep(0.0 if rank.worker == "w0" else 2 * ABORT_AFTER_S / 3)
+
+    def step() -> None:
+        assert formation.groups is not None
+        gradients = torch.ones(2**20, device=rank.device)
+        axis = formation.groups.mesh.get_group("fsdp")
+        wait_for(axis.allreduce([gradients]))
+        wait_for(formation.groups.world.allreduce([torch.ones(3, device=rank.device)]))
+
+    rank.expect_abort(formation, step)
+    began = time.monotonic()
+    rank.train(2, WORKERS[:2])
+    rank.measured["recovered_s"] = time.monotonic() - began
+
+
+def collectives(world: ProcessGroup, device: torch.device) -> dict[str, Callable[[], object]]:
     """Calls that block, since not all ranks make them."""
-    ones, all_ones = torch.ones(4), torch.ones(4 * world.size())
+    ones = torch.ones(4, device=device)
+    all_ones = torch.ones(4 * world.size(), device=device)
     peer = (world.rank() + 1) % world.size()
-    tensors: list[Tensor] = [torch.ones(4) for _ in range(world.size())]
+    tensors: list[Tensor] = [torch.ones_like(ones) for _ in range(world.size())]
     return {
         "all_reduce": lambda: dist.all_reduce(ones),
         "all_gather": lambda: dist.all_gather_into_tensor(all_ones, ones),
         "reduce_scatter": lambda: dist.reduce_scatter_tensor(ones, all_ones),
-        "all_to_all": lambda: dist.all_to_all_single(torch.empty(4 * world.size()), all_ones),
+        "all_to_all": lambda: dist.all_to_all_single(torch.empty_like(all_ones), all_ones),
         "broadcast": lambda: dist.broadcast(ones, 1),
         "gather": lambda: dist.all_gather(tensors, ones),
         "barrier": lambda: wait_for(world.barrier()),
@@ -192,15 +237,15 @@ def collectives(world: ProcessGroup) -> dict[str, Callable[[], object]]:
 
 def abort_during_collectives(rank: Rank) -> None:
     """In each generation w0 is alone in another collective; then all form again."""
-    names = sorted(collectives(FakeWorld()))
+    names = sorted(collectives(FakeWorld(), CPU))
     slowest = 0.0
     for generation, name in enumerate(names, 1):
         formation = rank.formation(generation, WORKERS[:2])
         formation.form()
-        reduce_everywhere(formation)
+        rank.reduce_everywhere(formation)
         assert formation.groups is not None
         if rank.worker == "w0":
-            rank.expect_abort(formation, collectives(formation.groups.world)[name])
+            rank.expect_abort(formation, collectives(formation.groups.world, rank.device)[name])
             slowest = max(slowest, rank.measured.pop("blocked_s"))
         rank.meet(name, 2)
         if rank.worker == "w1":
@@ -250,7 +295,7 @@ def left_behind(rank: Rank) -> None:
     hangs.set()
     thread.join()
     assert [type(error) for error in raised] == [GroupsAborted]
-    reduce_everywhere(formation)
+    rank.reduce_everywhere(formation)
     rank.meet("generation 2 has reduced", 2)
     formation.abort()
     formation.dissolve()
@@ -267,10 +312,12 @@ def cycles(rank: Rank) -> None:
 
 
 def run_rank(number: int, port: int, folder: Path, backend: str, scenario: str) -> None:
-    """Run one process, and write what it measured."""
+    """Run one process, and write what it measured. `backend` is "gloo", "nccl" with a library that
+    behaves as NCCL does, or "cuda" with NCCL itself, on one GPU for all processes."""
     torch.set_num_threads(1)
     fake = FakeNccl(port) if backend == "nccl" else None
-    chosen = NcclBackend(fake, "fake_nccl", "cpu") if fake else backend_of("cpu")
-    rank = Rank(WORKERS[number], port, folder, chosen, fake)
+    device = torch.device("cuda", 0) if backend == "cuda" else CPU
+    chosen = NcclBackend(fake, "fake_nccl", "cpu") if fake else backend_of(device.type)
+    rank = Rank(WORKERS[number], port, folder, chosen, fake, device)
     globals()[scenario](rank)
     (folder / rank.worker).write_text(json.dumps(rank.measured))

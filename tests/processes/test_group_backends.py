@@ -7,7 +7,7 @@ import os
 import pickle
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from multiprocessing import set_forkserver_preload
 from pathlib import Path
@@ -35,12 +35,18 @@ MAX_ABORT_S = 5.0
 TIMEOUT = timedelta(seconds=20)
 
 
-def run_scenario(folder: Path, backend: str, scenario: str, num_ranks: int) -> dict[str, dict]:
+def run_scenario(
+    folder: Path,
+    backend: str,
+    scenario: str,
+    num_ranks: int,
+    run: Callable[..., None] = run_rank,
+) -> dict[str, dict[str, float]]:
     """What each process measured that lived to the end."""
     set_forkserver_preload(["group_scenarios"])
     store = open_store(HOST)
     processes = start_processes(
-        run_rank,
+        run,
         (store.port, folder, backend, scenario),
         num_ranks,
         join=False,
@@ -71,6 +77,20 @@ def test_death_in_forming_strands_no_survivor(tmp_path: Path, backend: str, scen
     for worker, values in measured.items():
         # Gloo raises before the abort where it has a connection to the dead rank.
         assert values["blocked_s"] < ABORT_AFTER_S + MAX_ABORT_S, worker
+
+
+@pytest.mark.parametrize("scenario", ["death_in_collective", "death_before_collective"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_survivors_of_a_death_form_again(tmp_path: Path, backend: str, scenario: str) -> None:
+    measured = run_scenario(tmp_path, backend, scenario, 3)
+    assert_recovered(measured)
+
+
+def assert_recovered(measured: dict[str, dict[str, float]]) -> None:
+    assert measured.keys() == {"w0", "w1"}
+    for worker, values in measured.items():
+        assert values["blocked_s"] < ABORT_AFTER_S + MAX_ABORT_S, worker
+        assert values["recovered_s"] < MAX_ABORT_S, worker
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

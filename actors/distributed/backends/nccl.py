@@ -1,10 +1,10 @@
 """Groups on NCCL that a death during forming cannot strand.
 
-- Communicators do not block: an abort reaches them while they connect (`ncclCommInitRank` blocks
-  without a limit otherwise). Each is known here before it connects; torch would register it only
-  afterwards.
+- Communicators do not block: `ncclCommInitRank` would, without a limit. Each is known here before
+  it connects; torch would register it only afterwards.
 - A generation's ranks meet at the store before the first communicator, since a wait there can be
-  ended. Each group is connected as it is created, so that no later exchange has to connect all.
+  ended. Each group has reduced once before it is used: until then torch holds a lock that an abort
+  waits for, so the thread that forms may be left behind.
 - An abort ends all communicators at once. One after another, the abort of a communicator may wait
   for an operation on the device that is queued behind one of another communicator (nccl#1013).
 - The survivors outlive a peer: by default torch's watchdog would end them.
@@ -13,8 +13,10 @@
 from __future__ import annotations
 
 import os
+import re
 import threading
 import time
+from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
 
@@ -24,19 +26,33 @@ from torch.distributed import Store
 
 from actors.distributed.backends.torch_groups_private import (
     BackendArguments,
+    as_group,
     nccl_options,
     register,
 )
 from actors.distributed.backends.waiting import waiting
 
+NONBLOCKING_TIMEOUT_S = 30
+"""How long torch polls a communicator that is busy. A thread that is about to launch a collective
+when its communicator is aborted polls for this long in vain, and unwinds then."""
+
 SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
     "TORCH_NCCL_ENABLE_MONITORING": "0",
-    "TORCH_NCCL_NONBLOCKING_TIMEOUT": "600",
+    "TORCH_NCCL_DUMP_ON_TIMEOUT": "0",
+    "TORCH_NCCL_WAIT_TIMEOUT_DUMP_MILSEC": "0",
+    "TORCH_NCCL_NONBLOCKING_TIMEOUT": str(NONBLOCKING_TIMEOUT_S),
+    "NCCL_RUNTIME_CONNECT": "0",
 }
-"""Set before a process' first group, where torch reads them. The watchdog and the heartbeat monitor
-do not end the process: the controller decides that, and it aborts a forming that takes too long.
-The last, in seconds, only limits a communicator that no abort reaches."""
+"""Set before a process' first group, where torch and NCCL read them.
+
+The watchdog and the heartbeat monitor do not end the process: the controller decides that. The next
+two: torch's watchdog otherwise sleeps 60 s after an error, while the end of its group waits for it.
+The last: connections are made while groups form, not by a first collective, which would have to
+wait for late ranks longer than `NONBLOCKING_TIMEOUT_S`."""
+
+BUSY = re.compile(r"NCCL timeout in: \S*NCCLUtils")
+"""torch's message where a communicator is not connected after `NONBLOCKING_TIMEOUT_S`."""
 
 ABORT_TIMEOUT_S = 2.0
 """How long a call of `abort` waits for a device that hangs; the caller repeats it."""
@@ -55,8 +71,9 @@ class NcclEngine(Protocol):
     def create(self, arguments: BackendArguments, options: Any) -> Any:
         """This rank's end of a group, not connected yet; needs no other rank."""
 
-    def connect(self, end: Any) -> Any:
-        """Connect an end with the other ranks; returns torch's backend. Raises RuntimeError."""
+    def connect(self, end: Any, arguments: BackendArguments, check: Callable[[], None]) -> Any:
+        """Connect an end with the other ranks; returns torch's backend. Raises RuntimeError, and
+        what `check` raises, which it calls while it waits."""
 
     def abort(self, end: Any) -> None:
         """Abort an end, also while it connects."""
@@ -73,10 +90,22 @@ class Nccl:
         options.group_name = arguments.name
         return dist.ProcessGroupNCCL(arguments.store, arguments.rank, arguments.num_ranks, options)
 
-    def connect(self, end: Any) -> Any:
-        """The device is named: torch would guess it from the rank."""
+    def connect(self, end: Any, arguments: BackendArguments, check: Callable[[], None]) -> Any:
+        """The device is named: torch would guess it from the rank. Whether the communicator is
+        connected shows only when it is first used."""
         device = torch.device("cuda", torch.cuda.current_device())
         waiting(end.eager_connect_single_device, device)
+        group = as_group(end, "cuda", arguments)
+        first = torch.zeros(1, device=device)
+        while True:
+            try:
+                waiting(group.allreduce, [first])
+                break
+            except RuntimeError as error:
+                check()
+                if not BUSY.search(str(error)):
+                    raise
+        waiting(torch.cuda.current_stream(device).synchronize)
         return end
 
     def abort(self, end: Any) -> None:
@@ -122,9 +151,13 @@ class NcclBackend:
             self._check(arguments)
             end = self._engine.create(arguments, options)
             self._ends.append(end)
-        backend = self._engine.connect(end)
-        with self._lock:
-            self._check(arguments)
+
+        def check() -> None:
+            with self._lock:
+                self._check(arguments)
+
+        backend = self._engine.connect(end, arguments, check)
+        check()
         return backend
 
     def _check(self, arguments: BackendArguments) -> None:

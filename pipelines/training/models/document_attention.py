@@ -25,6 +25,7 @@ WIDE_PIECE = 256
 GPU_PIECE = 1024
 MIN_FLEX_DIM = 16
 """FlexAttention's kernels refuse smaller heads."""
+NUM_FLEX_SHAPES = 64
 
 Kernel = Callable[[Tensor, Tensor, Tensor, PackedDocuments], Tensor]
 
@@ -104,6 +105,10 @@ def _has_triton() -> bool:
 
 @cache
 def _compiled_flex() -> Callable[..., Any]:
+    """For many shapes and dtypes: beyond the limit, torch would call FlexAttention uncompiled,
+    which computes all scores."""
+    config: Any = import_module("torch.compiler.config")
+    config.recompile_limit = max(config.recompile_limit, NUM_FLEX_SHAPES)
     return torch.compile(flex_attention)
 
 

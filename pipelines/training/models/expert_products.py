@@ -47,7 +47,7 @@ def multiply_in_groups(rows: Tensor, counts: Tensor, w1: Tensor, w2: Tensor, w3:
     positions = torch.arange(len(rows), device=rows.device)
     positions += shifts.repeat_interleave(counts, output_size=len(rows))
     num_padded = (len(rows) // ROWS + len(counts)) * ROWS
-    ends[-1] = num_padded
+    ends[-1:].fill_(num_padded)  # an assignment would copy the number, and wait
     offsets = ends.to(torch.int32)
 
     def multiply(inputs: Tensor, weight: Tensor) -> Tensor:
