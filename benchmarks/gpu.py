@@ -12,6 +12,7 @@ import sys
 from collections.abc import Callable
 from datetime import date
 from pathlib import Path
+from textwrap import wrap
 from typing import Any, NamedTuple
 
 import gpu_groups
@@ -100,19 +101,22 @@ def render(measured: Measured) -> str:
     begin = UNMEASURED
     if measured:
         begin = f"{measured['date']}, commit {measured['commit']}, {measured['machine']}."
+        begin = "\n".join(wrap(f"{begin} {measured.get('remark', '')}", 106))
     rows = [[row.what, _value(row, measured), row.must] for row in ROWS]
     return PAGE_TEXT.format(begin=begin, table=table(["", "measured", "must be"], rows))
 
 
 UNMEASURED = (
-    "**Not run**: no GPU has\nexecuted any part of this project yet. The GPU paths are tested on "
-    "CPUs, with a fake of NCCL's\nlibrary where they need one."
+    "**Not run**: no GPU has executed any part of this project yet. The GPU paths are tested on "
+    "CPUs, with\na fake of NCCL's library where they need one."
 )
 PAGE_TEXT = """# On a GPU
 
     make gpu
 
-After this page you know what has been measured on GPUs, and how to measure your own. {begin}
+After this page you know what has been measured on GPUs, and how to measure your own.
+
+{begin}
 
 The command runs [tests/gpu](../tests/gpu), measures the following on this machine, with one GPU
 or more, and writes this page. It needs no Ray. Processes that share a GPU are separate hosts for

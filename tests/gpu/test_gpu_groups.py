@@ -152,6 +152,9 @@ def reshard_worker(rank: int, port: int, target: str) -> None:
         assert actual[name].device.type == DEVICE.type
         assert torch.equal(actual[name].cpu(), tensor), name
     assert moved.bytes_received == transfers.bytes_needed
+    store = dist.TCPStore(HOST, port, is_master=False, wait_for_workers=False)
+    store.set(f"{worker} has its part", "")
+    store.wait([f"{name} has its part" for name in WORKERS])  # a sender that leaves breaks the link
     formation.dissolve()
 
 

@@ -108,7 +108,7 @@ def test_shard_without_a_holder_comes_from_the_checkpoint(tmp_path: Path, on_cpu
     assert_equal_training(run, on_cpu)
     [rolled_back] = run.lines_of("RolledBack")
     assert rolled_back["step"] in (8, 16)
-    assert rolled_back["from_step"] == 19
+    assert rolled_back["from_step"] in (18, 19)  # w1 may die before w0 has read the vote of 19
 
 
 @pytest.mark.parametrize("layout", ["dp=3", "dp=2,fsdp=2"])
