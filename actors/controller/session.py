@@ -42,7 +42,7 @@ from elastic.protocol.commands import (
 )
 from elastic.protocol.events import Checkpointed, Event, PartFailed, Woke
 from elastic.protocol.votes import StepRecord
-from elastic.protocol.wire import command_line
+from elastic.protocol.wire import command_line, metrics_row
 from elastic.replay.journal_lines import SILENT, JournalWriter
 
 
@@ -231,7 +231,7 @@ class ControllerSession:
         if key in self._ahead:
             self._ahead.discard(key)
         else:
-            self._metrics.write(dataclasses.asdict(record))
+            self._metrics.write(metrics_row(record))
         for entry in [entry for entry in self._due if entry[0] <= record.step]:
             self._due.remove(entry)
             self.post(entry[1])

@@ -23,7 +23,7 @@ from elastic.controller.controller_errors import MAX_IN_A_ROW
 from elastic.protocol.commands import DropCheckpoints, Resume, Stopped
 from elastic.protocol.controller_events import ControllerRaised, ControllerRestarted
 from elastic.protocol.events import Event, RunOpened, Woke, WorkerReady
-from elastic.protocol.wire import FORMAT, command_line
+from elastic.protocol.wire import FORMAT, command_line, metrics_row
 
 
 class Shell(ControllerSession):
@@ -200,7 +200,7 @@ class Shell(ControllerSession):
         while records:  # each once, even if one raises and this is repeated
             record = records[0].record
             if (record.generation, record.step) not in written:
-                self._metrics.write(dataclasses.asdict(record))
+                self._metrics.write(metrics_row(record))
             records.popleft()
         known_step = self._core.state.committed_step
         generation = self._core.state.generation

@@ -154,8 +154,9 @@ class Replica(Protocol):
     def is_done(self) -> bool:
         """Whether the program ends the run with the step just applied, before its last."""
 
-    def between_steps(self, interrupt: Interrupt | None) -> None:
-        """Run what lies between the step just applied and the next, on all ranks together.
+    def between_steps(self, interrupt: Interrupt | None) -> Mapping[str, float | None]:
+        """Run what lies between the step just applied and the next, on all ranks together; returns
+        numbers to be logged with that step, the same on all ranks.
 
         It may change the state. `interrupt` is None if the groups are broken: then it runs what
         needs no other rank.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 
 import torch
 from torch.distributed import Work
@@ -121,7 +122,9 @@ class Stepper:
         self._faults.at("apply", step)
         record = self.apply(vote)
         self._compute_times.end(step)
-        self.between_steps()
+        if reported := self.between_steps():
+            record = replace(record, reported=reported)
+            self._records.append(record)
         return record, vote
 
     def resume(self, skipped_batches: tuple[int, ...]) -> None:
@@ -138,10 +141,12 @@ class Stepper:
                 self._replica.finish(self._interruption.check)
         return self._replica.is_done
 
-    def between_steps(self, are_groups_whole: bool = True) -> None:
-        """Run what the program does between the step just applied and the next."""
+    def between_steps(self, are_groups_whole: bool = True) -> dict[str, float | None]:
+        """Run what the program does between the step just applied and the next; returns what it
+        reports of that step."""
+        check = self._interruption.check if are_groups_whole else None
         with self._interruption.abandonable():
-            self._replica.between_steps(self._interruption.check if are_groups_whole else None)
+            return dict(self._replica.between_steps(check))
 
     def apply(self, vote: Vote) -> StepRecord:
         """Apply the decided step. Raises `StepMismatch` if it is not the next one, `TornApply` if

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from struct import Struct
 
 from elastic.protocol.votes import SPLIT, StepRecord, Vote
@@ -44,6 +44,8 @@ class RecordRing:
         self._blocks: deque[bytearray] = deque()
         self._first_step = 0
         self._num_records = 0
+        self._reported: dict[int, dict[str, float | None]] = {}
+        """By step, in ascending order; most runs report nothing."""
 
     def __len__(self) -> int:
         return self._num_records
@@ -66,10 +68,13 @@ class RecordRing:
             self._blocks.append(bytearray())
         self._blocks[-1] += _pack(record)
         self._num_records += 1
+        if record.reported:
+            self._reported[record.step] = record.reported
         if len(self._blocks) > self._num_blocks:
             self._blocks.popleft()
             self._first_step += self._records_per_block
             self._num_records -= self._records_per_block
+            self._reported = {s: r for s, r in self._reported.items() if s >= self._first_step}
 
     def after(self, step: int, limit: int = NUM_SENT_RECORDS) -> tuple[StepRecord, ...]:
         """The records of the steps after `step`, oldest first, at most `limit`."""
@@ -87,13 +92,17 @@ class RecordRing:
             num_in_last = num_kept - (num_blocks - 1) * self._records_per_block
             del self._blocks[-1][num_in_last * _PACKED.size :]
         self._num_records = num_kept
+        if self._reported:
+            self._reported = {s: r for s, r in self._reported.items() if s <= step}
 
     def clear(self) -> None:
         self.truncate(self._first_step - 1)
 
     def _get(self, index: int) -> StepRecord:
         block, offset = divmod(index, self._records_per_block)
-        return _unpack(self._blocks[block], offset * _PACKED.size)
+        record = _unpack(self._blocks[block], offset * _PACKED.size)
+        reported = self._reported.get(record.step)
+        return replace(record, reported=reported) if reported else record
 
 
 def _pack(record: StepRecord) -> bytes:

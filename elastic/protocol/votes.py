@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import isfinite
 
 RELATIVE_ERROR = 2.0**-50
@@ -210,7 +210,8 @@ class StepRecord:
     """One committed step as in `metrics.jsonl`; `time` is in seconds since the epoch.
 
     A `missing` record only says that the step has committed: no live worker has its numbers.
-    The last fields split the time since the record before, as the reporting worker measured it.
+    The fields of `SPLIT` split the time since the record before, as the reporting worker measured
+    it. `reported` are the numbers that a script reports with a step.
     """
 
     time: float
@@ -230,6 +231,7 @@ class StepRecord:
     vote_s: float | None = None
     snapshot_s: float | None = None
     other_s: float | None = None
+    reported: dict[str, float | None] = field(default_factory=dict)
 
 
 SPLIT = ("compute_s", "communication_s", "data_s", "vote_s", "snapshot_s", "other_s")

@@ -6,7 +6,7 @@ import json
 import types
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import MISSING, fields, is_dataclass
+from dataclasses import MISSING, asdict, fields, is_dataclass
 from functools import cache
 from math import inf, isfinite
 from typing import Any, Union, get_args, get_origin, get_type_hints
@@ -29,8 +29,9 @@ FORMAT = 6
 """The journal's format; a reader refuses any other."""
 
 _FIELDS = [field.name for field in fields(StepRecord)]
-_NUM_IN_JOURNAL = len(_FIELDS) - len(SPLIT)
-"""The time split at the end of a record is only in the metrics: it decides nothing."""
+_NUM_IN_JOURNAL = _FIELDS.index(SPLIT[0])
+"""The time split and what a script reports, at the end of a record, are only in the metrics: they
+decide nothing."""
 
 _STEP, _STEP_S = _FIELDS.index("step"), _FIELDS.index("step_s")
 
@@ -110,6 +111,14 @@ def steps_line(steps: Sequence[tuple[float, StepCommitted]]) -> dict[str, Any]:
         for time, event in steps
     ]
     return {"time": now, "generation": last.generation, "steps": rows, "format": FORMAT}
+
+
+def metrics_row(record: StepRecord) -> dict[str, Any]:
+    """A record as a line of the metrics."""
+    row: dict[str, Any] = asdict(record)
+    if not row["reported"]:
+        del row["reported"]
+    return row
 
 
 def is_steps(line: Mapping[str, Any]) -> bool:

@@ -63,6 +63,9 @@ class Loop:
         """The thread that has let the script run."""
         self._at: Step | None = None
         """The step at whose body the script waits, or up to which it runs."""
+        self._computed: Step | None = None
+        self.reporting: Step | None = None
+        """The step just committed, with what the script has reported of it."""
         self._thread: LoopThread
         self._begin()
 
@@ -107,6 +110,7 @@ class Loop:
     def commit(self, number: int, epoch: int, is_last: bool) -> None:
         """Let the script run from the end of the body of step `number` to that of the next."""
         self.number, self._before = number + 1, number
+        self.reporting, self._computed = self._computed, None
         self._is_repeat, self._is_judged = False, True
         self._at = None if is_last else Step(number + 1, self.called, epoch)
         self._resume(Committed(self._at))
@@ -162,6 +166,7 @@ class Loop:
                 f"step {self.number}: the script leaves its loop before its first step"
             )
         called.use(module)
+        self._computed, self.reporting = self._at, None
         self._at, self._is_judged, self._driver = None, False, threading.get_ident()
         try:
             return thread.compute(engine)

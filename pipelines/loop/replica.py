@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -17,6 +17,7 @@ from elastic.protocol.votes import Vote
 from pipelines.loop.loop import Loop
 from pipelines.loop.passes import LoopPasses
 from pipelines.loop.prepared.errors import LoopMisused
+from pipelines.loop.reports import ReportSums
 from pipelines.loop.thread import Request
 from pipelines.loop.whole_weights import broadcast, gather_whole
 from pipelines.settings import TrainSettings
@@ -60,6 +61,7 @@ class LoopReplica(ShardedReplica):
         self._committed: int | None = None
         """The step whose state this replica has; None: it has not resumed yet."""
         self._is_done = False
+        self._report_sums = ReportSums()
 
     def _pipeline_passes(self, stages: Sequence[Stage], moving: StageBuffers) -> Passes:
         raise LoopMisused("pp: a custom training loop cannot run as a pipeline; set pp=1")
@@ -80,6 +82,7 @@ class LoopReplica(ShardedReplica):
         """
         loop, step = self.loop, committed_step + 1
         self._committed = committed_step
+        loop.reporting = None  # the step before is recorded already
         loop.is_first_worker = self.groups.world_rank == 0 and not self._is_alone
         is_stuck = loop.is_busy and loop.is_in_body  # in a collective of a generation before
         if is_stuck or loop.number not in (0, step):
@@ -114,7 +117,7 @@ class LoopReplica(ShardedReplica):
         """Whether the scripts have left the loop after the present step."""
         return self._is_done
 
-    def between_steps(self, interrupt: Interrupt | None) -> None:
+    def between_steps(self, interrupt: Interrupt | None) -> Mapping[str, float | None]:
         """Let the script run up to its next body; None for `interrupt`: the groups are broken, so
         that it is served in the next generation."""
         if interrupt is None:
@@ -122,6 +125,7 @@ class LoopReplica(ShardedReplica):
         else:
             self._serve(interrupt)
         self._keep_values()
+        return self._report_sums.means()
 
     def finish(self, interrupt: Interrupt) -> None:
         """Let the script of the first worker that has one behind its loop run to its end, unless
@@ -134,7 +138,7 @@ class LoopReplica(ShardedReplica):
         waiting_or_begun[rank], waiting_or_begun[size + rank] = is_waiting, self.loop.has_proceeded
         counted = self._sum(waiting_or_begun)
         interrupt()
-        if not any(counted[size:]) and counted.index(1) == rank:
+        if not any(counted[size:]) and counted.index(1.0) == rank:
             self.loop.proceed()
         self._serve(interrupt)
 
@@ -145,10 +149,7 @@ class LoopReplica(ShardedReplica):
         while True:
             loop.await_arrival(POLL_S)
             interrupt()
-            numbers = [0] * NUM_PLACES
-            numbers[self._place()] = 1
-            numbers = self._sum(numbers)
-            interrupt()  # an aborted reduction may have returned garbage
+            numbers = self._exchange_places(interrupt)
             wanted = next((kind for kind in Request if numbers[kind.value]), None)
             if wanted is not None:
                 is_mine = loop.request is wanted
@@ -166,6 +167,25 @@ class LoopReplica(ShardedReplica):
             )
         self._is_done = bool(numbers[BEHIND])
 
+    def _exchange_places(self, interrupt: Interrupt) -> list[int]:
+        """The number of workers at each place. With it all workers sum what the scripts that have
+        arrived have reported of the step before."""
+        reports, place = self._report_sums, self._place()
+        reporting = self.loop.reporting if place in (AT_BODY, BEHIND) else None
+        own = {} if reporting is None else reporting.reported.totals()
+        places = [0.0] * NUM_PLACES
+        places[place] = 1.0
+        lacks = reports.lacks(own)
+        numbers = self._sum([*places, float(lacks), *reports.packed({} if lacks else own)])
+        interrupt()  # an aborted reduction may have returned garbage
+        if reporting is not None and not lacks:
+            self.loop.reporting = None
+        reports.add(numbers[NUM_PLACES + 1 :])
+        if numbers[NUM_PLACES]:
+            reports.agree(own, self.groups, interrupt)
+            return self._exchange_places(interrupt)
+        return [round(number) for number in numbers[:NUM_PLACES]]
+
     def _place(self) -> int:
         """Where this worker's script waits."""
         loop = self.loop
@@ -177,11 +197,11 @@ class LoopReplica(ShardedReplica):
             return BEHIND
         return AT_BODY if loop.is_at(self._committed) else ABSENT
 
-    def _sum(self, numbers: list[int]) -> list[int]:
+    def _sum(self, numbers: Sequence[float]) -> list[float]:
         """The sums of these numbers over all workers."""
-        counted = torch.tensor(numbers, dtype=torch.int32, device=self.groups.device)
+        counted = torch.tensor(numbers, dtype=torch.float64, device=self.groups.device)
         wait_for(self.groups.world.allreduce([counted]))
-        summed: list[int] = counted.tolist()
+        summed: list[float] = counted.tolist()
         return summed
 
     def _share_values(self, step: int, interrupt: Interrupt) -> None:
@@ -189,12 +209,12 @@ class LoopReplica(ShardedReplica):
 
         They are newer than those of the state, if a failure came while the script ran to its body.
         """
-        begun = [0] * self.groups.layout.num_workers
-        begun[self.groups.world_rank] = int(self.loop.number == step)
-        begun = self._sum(begun)
+        has_begun = [0] * self.groups.layout.num_workers
+        has_begun[self.groups.world_rank] = int(self.loop.number == step)
+        begun = self._sum(has_begun)
         interrupt()
         if any(begun):
-            first = begun.index(1)
+            first = begun.index(1.0)
             if first == self.groups.world_rank:
                 self._keep_values()
             values = self.state.script[SCRIPT_VALUES].clone()

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from pipelines.loop.prepared.called_module import CalledModule
 from pipelines.loop.prepared.errors import LoopMisused
+from pipelines.loop.reports import Reported
 from pipelines.training.workload.workload import LossSums, at_least_float32
 
 
@@ -64,6 +65,9 @@ class Step:
         self._open: Microbatch | None = None
         self._sums: list[LossSums] = []
         self._failure: BaseException | None = None
+        self.reported = Reported()
+        self._weight = 1.0
+        """What a report counts now: the samples of the microbatch, else the worker."""
         self._is_entered = self._is_over = False
 
     @property
@@ -108,8 +112,9 @@ class Step:
             except BaseException as error:
                 self.note(error)
                 raise
-            self._open = microbatch
+            self._open, self._weight = microbatch, float(microbatch.num_samples)
             yield microbatch.value
+        self._weight = 1.0
         self._check_closed()
 
     def backward(self, loss: Tensor, weight: float | None = None) -> None:
@@ -136,6 +141,21 @@ class Step:
             self.note(error)
             raise
         self._sums.append(LossSums(total.detach(), count))
+
+    def report(self, **values: Any) -> None:
+        """Log numbers with this step, in the metrics, MLflow, the display and the result.
+
+        A number, or a tensor of one element, is averaged: over the samples where it is reported
+        within `step.batches()`, elsewhere over the workers that report it. Of a pair (sum, count)
+        the quotient of the totals is logged. Call it in the block, or behind it before the next
+        step. A step during which a worker dies may lack its numbers.
+        """
+        for name, value in values.items():
+            try:
+                self.reported.add(name, value, self._weight)
+            except LoopMisused as error:
+                self.note(error)
+                raise
 
     def note(self, error: BaseException) -> None:
         """Record an error: the step cannot commit, even if the script suppresses the error."""

@@ -255,6 +255,47 @@ def plain_layer_by_layer() -> Iterator[tuple[float, Tensor]]:
         yield loss, model[2].weight.detach().clone()
 
 
+def reports(run: Run) -> None:
+    """A script that reports of each microbatch, of each worker, and what it has evaluated."""
+    raw, optimizer, loader = build_container()
+    model, optimizer, loader = run.prepare(raw, optimizer, loader)
+    run.evaluation(HELD_OUT, held_out_losses)
+    for step in run.steps(NUM_STEPS, microbatches=NUM_MICROBATCHES):
+        with step:
+            for number, (points, labels) in enumerate(step.batches()):
+                if step.number in (8, 16) and number == 1:
+                    die_once(step, f"step {step.number}")
+                logits = model(points)
+                step.backward(nn.functional.cross_entropy(logits, labels))
+                is_right = logits.argmax(1) == labels
+                step.report(accuracy=is_right.double().mean())
+                step.report(share=(is_right[:2].sum(), 2))
+            step.report(number=step.number)
+        if step.committed and step.number % EVERY == 0:
+            held_out = run.evaluate()["loss"]
+            if step.is_first_worker:
+                step.report(held_out=held_out)
+
+
+def plain_reports() -> Iterator[dict[str, float]]:
+    model, optimizer, loader = build_container()
+    right: list[Tensor] = []
+
+    def criterion(logits: Tensor, labels: Tensor) -> Tensor:
+        right.append((logits.argmax(1) == labels).double())
+        return nn.functional.cross_entropy(logits, labels)
+
+    losses = plain(model, optimizer, None, loader, NUM_STEPS, NUM_MICROBATCHES, criterion)
+    for number, _ in enumerate(losses, start=1):
+        shares = torch.stack([each[:2].mean() for each in right])
+        numbers = {"accuracy": torch.cat(right).mean().item(), "share": shares.mean().item()}
+        if number % EVERY == 0:
+            with torch.no_grad():
+                numbers["held_out"] = held_out_losses(model, HELD_OUT[:]).item()
+        yield {**numbers, "number": float(number)}
+        right.clear()
+
+
 PLAIN: dict[str, Callable[[], Iterator[float]]] = {
     "rates_by_hand": plain_rates_by_hand,
     "one_cycle": plain_one_cycle,

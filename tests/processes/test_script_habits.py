@@ -112,3 +112,12 @@ def test_autocast_in_the_body_is_that_of_a_plain_loop(tmp_path: Path) -> None:
     run = run_habit(tmp_path, "autocast")
     expected = dict(enumerate(script_habits.plain_autocast(), start=1))
     assert run.losses() == pytest.approx(expected, rel=1e-2)
+
+
+def test_reports_are_averaged_over_the_workers(tmp_path: Path) -> None:
+    run = run_habit(tmp_path, "reports")
+    lost_at = {line["step"] + 1 for line in run.lines_of("Resume")}
+    reported = {row["step"]: row["reported"] for row in run.metrics if "reported" in row}
+    assert set(range(1, loops.NUM_STEPS + 1)) - reported.keys() <= lost_at
+    for step, expected in enumerate(script_habits.plain_reports(), start=1):
+        assert reported.get(step, expected) == pytest.approx(expected, rel=1e-9), step

@@ -89,6 +89,8 @@ class RunProgress:
     furthest_step: int = 0
     loss: float | None = None
     lr: float | None = None
+    reported: dict[str, float] = field(default_factory=dict)
+    """The newest finite number that a script has reported, by name."""
     num_rows: int = 0
     num_redone: int = 0
     num_skipped: int = 0
@@ -115,6 +117,8 @@ class RunProgress:
         if row["loss"] is not None:
             self.loss = row["loss"]
             self.curve.add(row["time"], row["step"], row["loss"])
+        numbers = row.get("reported") or {}
+        self.reported |= {name: value for name, value in numbers.items() if value is not None}
         self._remember(row)
 
     @property

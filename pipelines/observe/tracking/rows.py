@@ -50,11 +50,13 @@ def step_metrics(
     """The finite numbers of a committed step; `unit` is what its field `tokens` counts.
 
     MLflow's store takes 0.1 ms of a core for each metric. So of steps shorter than a second, only
-    one a second has more than its loss and gradient norm.
+    one a second has more than its loss, its gradient norm and what a script reports.
     """
     where = (row["time"], row["step"])
     for field in STEP_FIELDS:
         yield from _metric(field, row.get(field), *where)
+    for name, value in (row.get("reported") or {}).items():
+        yield from _metric(name, value, *where)
     if not is_first_of_second(row):
         return
     for field in SECOND_FIELDS:

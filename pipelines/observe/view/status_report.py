@@ -14,7 +14,15 @@ from pipelines.observe.history.formatting import by_number, duration, shortened
 from pipelines.observe.history.goodput import TimeSplit
 from pipelines.observe.history.history import History
 from pipelines.observe.history.run_events import RunEvent
-from pipelines.observe.view.facts import ago, events_table, speed, step_parts, steps, world
+from pipelines.observe.view.facts import (
+    ago,
+    events_table,
+    reported,
+    speed,
+    step_parts,
+    steps,
+    world,
+)
 
 NUM_EVENTS = 10
 MAX_WORKERS_SHOWN = 40
@@ -103,6 +111,7 @@ class RunStatus:
             "step": membership.step,
             "total_steps": membership.total_steps,
             "loss": progress.loss,
+            "reported": progress.reported,
             "num_skipped": progress.num_skipped,
             "num_evaluations_not_finite": membership.num_not_finite,
             "tokens_per_s": progress.tokens_per_s,
@@ -184,6 +193,8 @@ class RunStatus:
         table.add_row("step", progress if is_training else progress.partition(" · ")[0])
         if history.progress.loss is not None:
             table.add_row("loss", f"{history.progress.loss:.4f}")
+        if history.progress.reported:
+            table.add_row("reported", reported(history.progress))
         if rate := speed(history):
             table.add_row("speed" if is_training else "last speed", rate)
         if parts := step_parts(history.step_time.recent):

@@ -179,8 +179,9 @@ class ShardedReplica:
         """Only a script ends a run early."""
         return False
 
-    def between_steps(self, interrupt: Interrupt | None) -> None:
+    def between_steps(self, interrupt: Interrupt | None) -> Mapping[str, float | None]:
         """Nothing: only a script has code between two steps."""
+        return {}
 
     def statistics(self) -> StatisticsReport | None:
         """The statistics of the step just applied, if they are due; see `Statistics`."""
