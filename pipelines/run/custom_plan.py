@@ -65,12 +65,13 @@ def refuse_unfit_recipe(workload: Workload, settings: TrainSettings) -> None:
 
 def notes_on(workload: Workload, settings: TrainSettings) -> tuple[str, ...]:
     """Notes about the recipe for the user who starts the run."""
-    num_held_out, num_evaluated = workload.num_held_out, settings.eval_samples
+    num_held_out = workload.num_held_out
+    num_evaluated = settings.num_evaluated(num_held_out)
     if not settings.eval_every or num_held_out <= num_evaluated:
         return ()
     return (
-        f"evaluations use the first {num_evaluated} of {num_held_out} held-out samples; use all "
-        f"with --set eval_samples={num_held_out}",
+        f"evaluations use the first {num_evaluated} of {num_held_out} held-out samples, by "
+        "eval_samples",
     )
 
 

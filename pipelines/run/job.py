@@ -17,7 +17,7 @@ from pipelines.training.workload.parallel_groups import ALONE
 def job_of(settings: TrainSettings, program: TrainingProgram) -> Job:
     """The job of this program under these settings."""
     specs, shape = program.specs(), program.workload.shape()
-    num_eval_samples = min(settings.eval_samples, program.workload.num_held_out)
+    num_eval_samples = settings.num_evaluated(program.workload.num_held_out)
     experts = [spec for spec in specs if spec.ep_dim is not None]
     limits = program.workload.limits()
     has_pp = all(axis != "pp" for axis, _ in limits.refused)

@@ -152,6 +152,9 @@ class OptimizerSettings(Settings):
     max_grad_norm: PositiveFloat = setting(1.0, "Gradients are clipped to this norm.")
 
 
+BUILT_IN_EVAL_SAMPLES = 64
+
+
 class TrainSettings(Settings):
     """The settings of one training run."""
 
@@ -188,8 +191,11 @@ class TrainSettings(Settings):
         "The held-out loss is measured at each multiple of this many steps; 0: never.",
         resumable=True,
     )
-    eval_samples: PositiveInt = setting(
-        64, "The most held-out samples that an evaluation uses.", resumable=True
+    eval_samples: PositiveInt | None = setting(
+        None,
+        "The most held-out samples that an evaluation uses; None: all of a model of your own, else "
+        "64.",
+        resumable=True,
     )
     schedule: ScheduleName = setting(
         "1f1b",
@@ -295,6 +301,12 @@ class TrainSettings(Settings):
     def num_microbatches(self) -> int:
         """The number of microbatches of one step, over all data ranks."""
         return self.batch // self.microbatch
+
+    def num_evaluated(self, num_held_out: int) -> int:
+        """How many of so many held-out samples an evaluation uses."""
+        if self.eval_samples is None and self.model.kind == "custom":
+            return num_held_out
+        return min(self.eval_samples or BUILT_IN_EVAL_SAMPLES, num_held_out)
 
     @property
     def may_merge(self) -> bool:

@@ -12,9 +12,16 @@ from pipelines.settings import TrainSettings
 from pipelines.settings.recipe import Recipe
 
 NUM_SAMPLES, LENGTH, WIDTH, VOCABULARY = 40, 5, 8, 11
+NUM_EVALUATED = 7
 MAX_NORM = 0.5
 SETTINGS = TrainSettings(
-    batch=10, microbatch=2, steps=60, dtype="float64", seed=3, eval_every=20, eval_samples=7
+    batch=10,
+    microbatch=2,
+    steps=60,
+    dtype="float64",
+    seed=3,
+    eval_every=20,
+    eval_samples=NUM_EVALUATED,
 )
 
 
@@ -110,7 +117,7 @@ def train_in_one_process(
         sgd.step()
         sgd.zero_grad()
         if step % SETTINGS.eval_every == 0:
-            held_out = collate_samples([data[index] for index in range(SETTINGS.eval_samples)])
+            held_out = collate_samples([data[index] for index in range(NUM_EVALUATED)])
             net.eval()
             with torch.no_grad():
                 sums = [function(net, held_out) for function in (loss, accuracy)]

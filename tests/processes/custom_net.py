@@ -12,11 +12,17 @@ from pipelines.settings import TrainSettings
 from pipelines.settings.recipe import Recipe
 from pipelines.training.workload.seeds import forward_seed
 
-NUM_SAMPLES = 50
+NUM_SAMPLES, NUM_EVALUATED = 50, 7
 FACTORS = (0.25, 0.5, 1.0)
 MAX_NORM = 0.5
 SETTINGS = TrainSettings(
-    batch=10, microbatch=2, steps=24, dtype="float64", seed=3, eval_every=12, eval_samples=7
+    batch=10,
+    microbatch=2,
+    steps=24,
+    dtype="float64",
+    seed=3,
+    eval_every=12,
+    eval_samples=NUM_EVALUATED,
 )
 
 
@@ -143,7 +149,7 @@ def train_in_one_process(
         if step % SETTINGS.eval_every == 0:
             net.eval()
             with torch.no_grad():
-                held_out = [data[index] for index in range(SETTINGS.eval_samples)]
+                held_out = [data[index] for index in range(NUM_EVALUATED)]
                 is_right = [
                     net(sample["image"][None].double()).argmax() == sample["label"]
                     for sample in held_out

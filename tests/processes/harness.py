@@ -179,7 +179,7 @@ def build_job(settings: TrainSettings, program: TrainingProgram) -> Job:
         seed=settings.seed,
         num_samples=program.workload.num_samples,
         eval_every=settings.eval_every,
-        num_eval_samples=min(settings.eval_samples, program.workload.num_held_out),
+        num_eval_samples=settings.num_evaluated(program.workload.num_held_out),
         runs_script=program.loop is not None,
     )
 

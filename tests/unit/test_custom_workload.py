@@ -274,6 +274,15 @@ def test_number_of_evaluated_samples_is_reported(folder: Path) -> None:
     assert make_run_plan(folder, changes=("eval_every=5",)).notes == ()
 
 
+@pytest.mark.parametrize(
+    ("kind", "limit", "expected"),
+    [("custom", None, 900), ("custom", 64, 64), ("mlp", None, 64), ("mlp", 8, 8)],
+)
+def test_all_held_out_samples_of_an_own_model_are_evaluated(kind, limit, expected) -> None:
+    settings = TrainSettings.model_validate({"model": {"kind": kind}, "eval_samples": limit})
+    assert settings.num_evaluated(900) == expected
+
+
 def test_resumed_recipe_may_change_its_source_but_not_its_state(folder: Path) -> None:
     store_recipe(make_run_plan(folder))
     assert make_run_plan(folder).notes == ()

@@ -231,7 +231,7 @@ def _refuse_padding(workload: PipelineCandidate, module: nn.Module) -> None:
     """Raise `UnfitForPipeline` if padding an evaluation's smaller last microbatch changes its
     output."""
     size = workload.settings.microbatch
-    num_samples = min(workload.settings.eval_samples, workload.num_held_out)
+    num_samples = workload.settings.num_evaluated(workload.num_held_out)
     if not workload.settings.eval_every or num_samples % size == 0:
         return
     batch = _placed(module, workload.example(num_samples % size, held_out=True))

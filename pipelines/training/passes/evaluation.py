@@ -32,7 +32,7 @@ def evaluate(
     sums as a vector to which every other rank adds 0, which is exact. So the order of reduction
     cannot change the value. Only `tp` and `cp`, which share a microbatch, may change its last bits.
     """
-    num_samples = min(settings.eval_samples, workload.num_held_out)
+    num_samples = settings.num_evaluated(workload.num_held_out)
     starts = range(0, num_samples, settings.microbatch)
     rounds = data_shard.rounds(len(starts), passes.num_rounds)
 

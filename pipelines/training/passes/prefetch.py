@@ -66,6 +66,6 @@ class SamplePrefetch:
 
     def _held_out_samples(self) -> list[int]:
         settings, size = self._settings, self._settings.microbatch
-        num_samples = min(settings.eval_samples, self._workload.num_held_out)
+        num_samples = settings.num_evaluated(self._workload.num_held_out)
         own = self._own(-(-num_samples // size)) if num_samples else ()
         return [i for m in own for i in range(m * size, min((m + 1) * size, num_samples))]
