@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sized
+from functools import partial
 from typing import Any
 
 from torch import nn
@@ -45,7 +46,7 @@ class Run:
         self._part = part
         self._evaluate = evaluate
         self._model: nn.Module | None = None
-        self._optimizer: Optimizer | None = None
+        self._optimizers: list[Optimizer] = []
         self._schedulers: list[LRScheduler] = []
         self._scaler: LossScaler | None = None
         self._factory: ScriptOptimizerFactory | None = None
@@ -53,7 +54,7 @@ class Run:
         self._evaluation: EvaluationSetup | None = None
 
     def prepare(self, *objects: Any) -> Any:
-        """Wrap a model, its optimizer, a learning-rate scheduler and a loader for use in the loop.
+        """Wrap a model, its optimizers, learning-rate schedulers and a loader for use in the loop.
 
         Pass them in any order, in one call or several; the wrappers are returned in the same order.
         The loader's `batch_size` is the microbatch size. The schedule counts steps. Raises
@@ -113,14 +114,14 @@ class Run:
         for name, count in (("num_steps", num_steps), ("microbatches", microbatches)):
             if count < 1:
                 raise LoopMisused(f"run.steps: {name}={count} must be at least 1")
-        model, optimizer, loader = self._model, self._optimizer, self._loader
-        if model is None or optimizer is None or loader is None:
-            kinds = {"model": model, "optimizer": optimizer, "loader": loader}
+        model, optimizers, loader = self._model, self._optimizers, self._loader
+        if model is None or not optimizers or loader is None:
+            kinds = {"model": model, "optimizer": optimizers or None, "loader": loader}
             missing = [kind for kind, item in kinds.items() if item is None]
             raise LoopMisused(f"run.steps: pass run.prepare the {' and the '.join(missing)} first")
         names = {parameter: name for name, parameter in model.named_parameters()}
         self._factory = ScriptOptimizerFactory(
-            optimizer, self._schedulers, names, max_grad_norm, self._scaler
+            optimizers, self._schedulers, names, max_grad_norm, self._scaler
         )
         dataset = loader.dataset
         assert loader.batch_size is not None and isinstance(dataset, Sized)
@@ -137,14 +138,14 @@ class Run:
             loader.worker_init_fn,
         )
 
-    def _take_hyperparameters(self) -> None:
-        """Called where a script would step its optimizer."""
+    def _take_hyperparameters(self, optimizer: Optimizer) -> None:
+        """Called where a script would step this optimizer."""
         if self._factory is not None and self._part.moment is Moment.IN_STEP:
-            self._factory.values.take()
+            self._factory.values.take(optimizer)
 
-    def _before_schedule(self) -> None:
+    def _before_schedule(self, optimizer: Optimizer) -> None:
         self._part.refuse_unread()
-        self._take_hyperparameters()
+        self._take_hyperparameters(optimizer)
 
     def _prepared(self, item: Any) -> Any:
         match item:
@@ -153,12 +154,11 @@ class Run:
                 self._model = item
                 return prepare_model(item, self._part)
             case Optimizer():
-                _refuse_second(self._optimizer, "optimizer")
-                self._optimizer = item
-                return PreparedOptimizer(item, self._take_hyperparameters)
+                self._optimizers.append(item)
+                return PreparedOptimizer(item, partial(self._take_hyperparameters, item))
             case LRScheduler():
                 self._schedulers.append(item)
-                return PreparedScheduler(item, self._before_schedule)
+                return PreparedScheduler(item, partial(self._before_schedule, item.optimizer))
             case GradScaler():
                 _refuse_second(self._scaler, "scaler")
                 self._scaler = LossScaler(item)

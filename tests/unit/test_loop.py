@@ -275,7 +275,7 @@ def test_optimizer_and_schedule_step_shards_like_whole_parameters(kind: Any) -> 
     optimizer = kind([{"params": [model.weight], "weight_decay": 0.1}], lr=0.3)
     scheduler = LambdaLR(optimizer, lambda step: (step + 1) / 3)
     names = {parameter: name for name, parameter in model.named_parameters()}
-    factory = ScriptOptimizerFactory(optimizer, [scheduler], names, None)
+    factory = ScriptOptimizerFactory([optimizer], [scheduler], names, None)
     shard = model.weight.detach().clone()
     shard_optimizer = factory.build([("weight", shard)])
     shard_sums = []

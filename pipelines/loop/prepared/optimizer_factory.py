@@ -1,9 +1,10 @@
-"""A script's optimizer, adapted so that the run steps it on any shards."""
+"""A script's optimizers, adapted so that the run steps them on any shards."""
 
 from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from pipelines.loop.prepared.errors import LoopMisused
+from pipelines.loop.prepared.joined_optimizer import JoinedOptimizer
 from pipelines.loop.prepared.loss_scaler import LossScaler
 from pipelines.loop.prepared.script_values import PARAMETERS, ScriptValues
 
@@ -20,16 +22,16 @@ NUMBER = "script_group"
 
 
 class ScriptOptimizerFactory:
-    """A script's optimizer as an `OptimizerFactory`.
+    """A script's optimizers as one `OptimizerFactory`.
 
-    See `pipelines.training.workload.optimizer.OptimizerFactory`. For each set of shards a new
-    optimizer is built as unpickling builds it, so any optimizer class works. Its groups have the
-    hyperparameters that the script gives them, by hand or by schedulers; see `ScriptValues`.
+    See `pipelines.training.workload.optimizer.OptimizerFactory`. For each set of shards new
+    optimizers are built as unpickling builds them, so any optimizer class works. Their groups have
+    the hyperparameters that the script gives them, by hand or by schedulers; see `ScriptValues`.
     """
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        optimizers: Sequence[Optimizer],
         schedulers: Sequence[LRScheduler],
         names: Mapping[nn.Parameter, str],
         max_grad_norm: float | None,
@@ -40,19 +42,26 @@ class ScriptOptimizerFactory:
         Raises `LoopMisused` for an optimizer of other parameters, and for a scheduler of another
         optimizer or one that the run does not know.
         """
-        _refuse_foreign(optimizer, schedulers)
+        _refuse_foreign(optimizers, schedulers)
         self.max_grad_norm = max_grad_norm
-        self.values = ScriptValues(optimizer, schedulers, scaler)
-        self._optimizer = optimizer
+        self.values = ScriptValues(optimizers, schedulers, scaler)
+        self._optimizers = optimizers
+        groups = [(owner, group) for owner in optimizers for group in owner.param_groups]
         self._groups = [
-            {key: value for key, value in group.items() if key != PARAMETERS} | {NUMBER: number}
-            for number, group in enumerate(optimizer.param_groups)
+            (owner, {k: v for k, v in group.items() if k != PARAMETERS} | {NUMBER: number})
+            for number, (owner, group) in enumerate(groups)
         ]
-        self._group_of = {
-            _name_of(parameter, names): number
-            for number, group in enumerate(optimizer.param_groups)
-            for parameter in group[PARAMETERS]
+        self._group_of: dict[str, int] = {}
+        for number, (_, group) in enumerate(groups):
+            for parameter in group[PARAMETERS]:
+                self._add(_name_of(parameter, names), number)
+        self._made = {
+            _name_of(parameter, names): _makers(optimizer, parameter)
+            for optimizer in optimizers
+            for parameter in list(optimizer.state)
+            if isinstance(parameter, nn.Parameter)
         }
+        """How to make the state that the optimizer's constructor made, for each parameter."""
         self._refuse_unstepped(names)
 
     @property
@@ -64,27 +73,31 @@ class ScriptOptimizerFactory:
         members: list[list[Tensor]] = [[] for _ in self._groups]
         for name, shard in shards:
             members[self._group_of[name]].append(shard)
-        groups = [
-            {PARAMETERS: shards_of_group, **settings}
-            for shards_of_group, settings in zip(members, self._groups, strict=True)
-            if shards_of_group
-        ]
-        built: Optimizer = object.__new__(type(self._optimizer))
-        built.__setstate__(
-            {
-                "defaults": dict(self._optimizer.defaults),
-                "state": defaultdict(dict),
-                "param_groups": groups,
-            }
-        )
-        return built
+        built = []
+        for optimizer in self._optimizers:
+            groups = [
+                {PARAMETERS: shards_of_group, **settings}
+                for shards_of_group, (owner, settings) in zip(members, self._groups, strict=True)
+                if shards_of_group and owner is optimizer
+            ]
+            if groups:
+                built.append(_built_like(optimizer, groups))
+        whole = built[0] if len(built) == 1 else JoinedOptimizer(built)
+        for name, shard in shards:
+            if name in self._made:
+                whole.state[shard] = {key: make(shard) for key, make in self._made[name].items()}
+        return whole
 
     def schedule(self, step: int, groups: Sequence[dict[str, Any]]) -> None:
         """Give the groups what the script's groups had when the script would have stepped."""
-        self.values.take()
-        assert self.values.taken is not None
+        taken = self.values.taken()
         for group in groups:
-            group |= self.values.taken[group[NUMBER]]
+            group |= taken[group[NUMBER]]
+
+    def _add(self, name: str, number: int) -> None:
+        if name in self._group_of:
+            raise LoopMisused(f"run.prepare: two optimizers, or groups, have parameter {name}")
+        self._group_of[name] = number
 
     def _refuse_unstepped(self, names: Mapping[nn.Parameter, str]) -> None:
         missing = [
@@ -120,14 +133,27 @@ class LoopOptimizerFactory:
         self._present().schedule(step, groups)
 
 
-def _refuse_foreign(optimizer: Optimizer, schedulers: Sequence[LRScheduler]) -> None:
-    if any(scheduler.optimizer is not optimizer for scheduler in schedulers):
+def _built_like(optimizer: Optimizer, groups: list[dict[str, Any]]) -> Optimizer:
+    built: Optimizer = object.__new__(type(optimizer))
+    built.__setstate__(
+        {
+            "defaults": dict(optimizer.defaults),
+            "state": defaultdict(dict),
+            "param_groups": groups,
+        }
+    )
+    return built
+
+
+def _refuse_foreign(optimizers: Sequence[Optimizer], schedulers: Sequence[LRScheduler]) -> None:
+    if any(scheduler.optimizer not in optimizers for scheduler in schedulers):
         raise LoopMisused(
             "run.prepare: the scheduler belongs to another optimizer; build it with the "
             "optimizer that is prepared"
         )
     # A scheduler wraps the `step` of its optimizer.
-    if "step" in vars(optimizer) and not schedulers:
+    scheduled = [scheduler.optimizer for scheduler in schedulers]
+    if any("step" in vars(optimizer) and optimizer not in scheduled for optimizer in optimizers):
         raise LoopMisused(
             "run.prepare: the optimizer has a learning-rate scheduler; pass it, too, so that its "
             "state survives a change of the workers"
@@ -141,3 +167,28 @@ def _name_of(parameter: nn.Parameter, names: Mapping[nn.Parameter, str]) -> str:
             "the model does not have"
         )
     return names[parameter]
+
+
+def _makers(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Callable[[Tensor], Any]]:
+    """How to make each state of a parameter for a shard of it: state of its shape has one value.
+
+    Raises `LoopMisused` for an optimizer that has stepped, or has other state.
+    """
+    makers: dict[str, Callable[[Tensor], Any]] = {}
+    for key, value in optimizer.state[parameter].items():
+        if not isinstance(value, Tensor) or not value.ndim or not value.numel():
+            makers[key] = partial(_copied, value)
+        elif bool((value == value.flatten()[0]).all()):
+            number, dtype = value.flatten()[0].item(), value.dtype
+            makers[key] = partial(torch.full_like, fill_value=number, dtype=dtype)
+        else:
+            raise LoopMisused(
+                f"run.prepare: the optimizer {type(optimizer).__name__} has stepped before the "
+                f"loop (its {key} has several values), which no other worker knows of; prepare a "
+                "new one"
+            )
+    return makers
+
+
+def _copied(value: Any, _: Tensor) -> Any:
+    return value.clone() if isinstance(value, Tensor) else value

@@ -25,41 +25,52 @@ class ScriptValues:
 
     def __init__(
         self,
-        optimizer: Optimizer,
+        optimizers: Sequence[Optimizer],
         schedulers: Sequence[LRScheduler],
         scaler: LossScaler | None = None,
     ) -> None:
-        self._optimizer = optimizer
+        self._optimizers = optimizers
         self._schedulers = schedulers
         self.scaler = scaler or LossScaler()
         self.initial = self._read()
         """All numbers at step 0."""
         self.kept = list(self.initial)
         """All numbers at the beginning of the present step, in an order that does not change."""
-        self.taken: list[dict[str, Any]] | None = None
-        """The hyperparameters of each group in the present step, once they are known."""
+        self._taken: dict[int, list[dict[str, Any]]] = {}
+        """The hyperparameters of each group of an optimizer in the present step, by the number of
+        the optimizer, once they are known."""
 
     def keep(self) -> None:
         """Begin the next step with the present numbers. Raises `LoopMisused` for more or fewer."""
         numbers = self._read()
         self._refuse_change(len(numbers))
-        self.kept, self.taken, self.scaler.used = numbers, None, 1.0
+        self.kept, self.scaler.used = numbers, 1.0
+        self._taken.clear()
 
     def restore(self) -> None:
         """Begin a step again, or in another worker's place, with its numbers."""
         self._refuse_change(len(self._read()))
         remaining = iter(self.kept)
-        for group in self._optimizer.param_groups:
+        for group in self._groups():
             group |= _replaced(_hyperparameters(group), remaining)
         for scheduler in self._schedulers:
             scheduler.load_state_dict(_replaced(scheduler.state_dict(), remaining))
         self.scaler.load(list(remaining))
-        self.taken = None
+        self._taken.clear()
 
-    def take(self) -> None:
-        """Fix the hyperparameters of the present step, unless they are fixed already."""
-        if self.taken is None:
-            self.taken = [_hyperparameters(group) for group in self._optimizer.param_groups]
+    def take(self, optimizer: Optimizer) -> None:
+        """Fix the hyperparameters that an optimizer has in the present step, unless they are."""
+        groups = optimizer.param_groups
+        self._taken.setdefault(self._optimizers.index(optimizer), [*map(_hyperparameters, groups)])
+
+    def taken(self) -> list[dict[str, Any]]:
+        """The hyperparameters of all groups in the present step."""
+        for optimizer in self._optimizers:
+            self.take(optimizer)
+        return [group for number in sorted(self._taken) for group in self._taken[number]]
+
+    def _groups(self) -> Iterator[dict[str, Any]]:
+        return (group for optimizer in self._optimizers for group in optimizer.param_groups)
 
     def _read(self) -> list[float]:
         return [number for part in self._parts() for number in _numbers_in(part)]
@@ -72,7 +83,7 @@ class ScriptValues:
             )
 
     def _parts(self) -> Iterator[Any]:
-        yield from (_hyperparameters(group) for group in self._optimizer.param_groups)
+        yield from map(_hyperparameters, self._groups())
         yield from (scheduler.state_dict() for scheduler in self._schedulers)
         yield self.scaler.numbers()
 

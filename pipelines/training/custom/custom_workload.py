@@ -33,11 +33,13 @@ from pipelines.training.custom.custom_pipeline import Chain, CustomBatch, inputs
 from pipelines.training.custom.custom_shape import shape_of
 from pipelines.training.custom.merge_trial import Merging, try_merging
 from pipelines.training.custom.microbatch_draws import MicrobatchDraws
+from pipelines.training.custom.optimizer_checks import why_not_sharded
 from pipelines.training.custom.pipeline_trial import why_no_pipeline
 from pipelines.training.models.mlp import MlpWorkload
 from pipelines.training.workload.optimizer import OptimizerFactory, scale_rates
 from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups
 from pipelines.training.workload.seeds import forward_seed, keyed_generator
+from pipelines.training.workload.state import trained_dims
 from pipelines.training.workload.trees import mapped, tensors_in
 from pipelines.training.workload.workload import (
     CustomLoss,
@@ -135,12 +137,20 @@ class CustomWorkload:
         return self._shape
 
     def limits(self) -> Limits:
-        """The limits of the shape; `pp` is refused, too, if a trial of the pipeline fails."""
+        """The limits of the shape; `pp` is refused, too, if a trial of the pipeline fails, and
+        `fsdp` and `tp` if the optimizer needs whole parameters."""
         limits = self._shape.limits
+        if self._why_not_sharded:
+            refused = [(axis, self._why_not_sharded) for axis in ("fsdp", "tp")]
+            limits = replace(limits, refused=(*refused, *limits.refused))
         if any(axis == "pp" for axis, _ in limits.refused):
             return limits
         why_not = why_no_pipeline(self)
         return replace(limits, refused=(*limits.refused, ("pp", why_not))) if why_not else limits
+
+    @cached_property
+    def _why_not_sharded(self) -> str | None:
+        return why_not_sharded(self.optimizer_factory, trained_dims(self.module()))
 
     @cached_property
     def _merging(self) -> Merging:

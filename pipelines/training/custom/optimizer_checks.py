@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from inspect import Parameter, signature, unwrap
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
 from pipelines.errors import UserError
-from pipelines.training.workload.optimizer import LocalOptimizer, OptimizerFactory, state_templates
+from pipelines.training.workload.optimizer import (
+    LocalOptimizer,
+    OptimizerFactory,
+    state_shape,
+    state_templates,
+)
 from pipelines.training.workload.seeds import keyed_generator
 
 NUM_STEPS = 2
@@ -22,27 +29,38 @@ Weights = dict[str, Tensor]
 def refuse_unfit(optimizer_factory: OptimizerFactory, num_dims: Mapping[str, int]) -> None:
     """Try the optimizer on parameters of these names and numbers of dims.
 
-    Raises `UserError` if its state cannot start at 0, or if its update of an element depends on
-    other elements, which another worker may hold.
+    Raises `UserError` if its step fails, or if its steps differ from those of the run.
     """
-    shapes = {name: (*SHAPE, *[2] * ndim)[:ndim] for name, ndim in num_dims.items()}
-    weights = {name: _drawn("weight", name, shape) for name, shape in shapes.items()}
-    gradients = [
-        {name: _drawn(f"gradient {step}", name, shape) for name, shape in shapes.items()}
-        for step in range(NUM_STEPS)
-    ]
+    weights, gradients = _trial(num_dims)
     plain = _copied(weights)
     optimizer = optimizer_factory.build(list(plain.items()))
     kind = type(optimizer).__name__
-    for step_gradients in gradients:
-        _step(optimizer, plain, step_gradients)
-    from_zeros = _stepped(optimizer_factory, weights, gradients)
-    if not _alike(plain, from_zeros):
+    if "closure" in _needed_by(optimizer.step):
         raise UserError(
-            f"optimizer {kind}: its first step differs from a step with a state of zeros, which is "
-            "every run's initial state (as with SGD with dampening, NAdam); choose another"
+            f"optimizer {kind}: its step needs a closure, which computes the loss again and again; "
+            "a run computes it once a step, so choose another"
         )
-    sizes = {name: shape[0] // 2 for name, shape in shapes.items() if shape}
+    try:
+        for step_gradients in gradients:
+            _step(optimizer, plain, step_gradients)
+    except Exception as error:
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(f"optimizer {kind}: a step on small tensors failed: {reason}") from error
+    if not _alike(plain, _stepped(optimizer_factory, weights, gradients)):
+        raise UserError(
+            f"optimizer {kind}: its steps with the state that the run keeps differ from its own; "
+            "choose another"
+        )
+
+
+def why_not_sharded(optimizer_factory: OptimizerFactory, num_dims: Mapping[str, int]) -> str | None:
+    """Why no axis may shard a parameter of these names and numbers of dims, or None.
+
+    The update of an element may depend on others of its parameter, which another worker would hold.
+    """
+    weights, gradients = _trial(num_dims)
+    whole = _stepped(optimizer_factory, weights, gradients)
+    sizes = {name: weight.shape[0] // 2 for name, weight in weights.items() if weight.ndim}
     halves = [
         _stepped(
             optimizer_factory,
@@ -52,11 +70,30 @@ def refuse_unfit(optimizer_factory: OptimizerFactory, num_dims: Mapping[str, int
         for half in (lambda n: slice(0, n), lambda n: slice(n, None))
     ]
     together = {name: torch.cat([half[name] for half in halves]) for name in sizes}
-    if not _alike({name: from_zeros[name] for name in sizes}, together):
-        raise UserError(
-            f"optimizer {kind}: its update of an element depends on others of the same parameter "
-            "(as with LARS, LAMB, Muon, Adafactor), which `fsdp` may shard; choose another"
-        )
+    if _alike({name: whole[name] for name in sizes}, together):
+        return None
+    return (
+        "the optimizer's update of an element depends on others of the same parameter (as with "
+        "Muon, Adafactor, LAMB), so each worker needs whole parameters: use dp"
+    )
+
+
+def _trial(num_dims: Mapping[str, int]) -> tuple[Weights, list[Weights]]:
+    """Small parameters, and gradients of a few steps."""
+    shapes = {name: (*SHAPE, *[2] * ndim)[:ndim] for name, ndim in num_dims.items()}
+    gradients = [
+        {name: _drawn(f"gradient {step}", name, shape) for name, shape in shapes.items()}
+        for step in range(NUM_STEPS)
+    ]
+    return {name: _drawn("weight", name, shape) for name, shape in shapes.items()}, gradients
+
+
+def _needed_by(function: Callable[..., Any]) -> set[str]:
+    """The parameters of a function without a default."""
+    parameters = signature(unwrap(function)).parameters.values()
+    return {
+        p.name for p in parameters if p.default is Parameter.empty and p.kind is not p.VAR_KEYWORD
+    }
 
 
 def _stepped(
@@ -67,7 +104,7 @@ def _stepped(
     templates = state_templates(optimizer_factory, num_dims, torch.float64)
     state = {
         name: {
-            key: torch.zeros(shards[name].shape if value.ndim else (), dtype=value.dtype)
+            key: torch.zeros(state_shape(value, shards[name].shape), dtype=value.dtype)
             for key, value in template.items()
         }
         for name, template in templates.items()

@@ -11,7 +11,12 @@ from actors.distributed.torch_private import norms_of
 from actors.runtime.program import StateBytes
 from pipelines.settings import TrainSettings
 from pipelines.training.sharding.sharded import Sharded, storage_bytes
-from pipelines.training.workload.optimizer import LocalOptimizer, OptimizerFactory, state_templates
+from pipelines.training.workload.optimizer import (
+    LocalOptimizer,
+    OptimizerFactory,
+    state_shape,
+    state_templates,
+)
 from pipelines.training.workload.state import (
     SCRIPT_VALUES,
     buffers,
@@ -162,6 +167,5 @@ def _checked_tensor(tensors: Mapping[str, Tensor], name: str, expected: Tensor) 
 
 
 def _like(shard: Tensor, template: Tensor) -> Tensor:
-    return torch.empty(
-        shard.shape if template.ndim else (), dtype=template.dtype, device=shard.device
-    )
+    shape = state_shape(template, shard.shape)
+    return torch.empty(shape, dtype=template.dtype, device=shard.device)

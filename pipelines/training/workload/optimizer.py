@@ -43,6 +43,9 @@ class OptimizerFactory(Protocol):
 
 
 INITIAL_LR = "initial_lr"
+BEGUN = "begun"
+"""The key of an optimizer state of shape (): whether the parameter has been stepped. Only for
+optimizers whose first step is not that of a state of zeros, such as NAdam."""
 
 
 def scale_rates(groups: Sequence[dict[str, Any]], rate: float) -> None:
@@ -106,16 +109,11 @@ def state_templates(
     """The optimizer state of parameters of these names and numbers of dims.
 
     Steps small parameters of shape (2, 3, ...) once. State of the parameter's shape holds a value
-    for each element; state of shape () holds one for the parameter. Raises `UserError` for an
-    optimizer with other state.
+    for each element; state of shape () holds one for the parameter. Other state has the size 1 in
+    some dims of the parameter, as a sum over them; see `state_shape`. If the optimizer does not
+    begin with zeros, `BEGUN` is part of it. Raises `UserError` for an optimizer with other state.
     """
-    small = {
-        name: torch.zeros(tuple(range(2, 2 + ndim)), dtype=dtype) for name, ndim in num_dims.items()
-    }
-    for weight in small.values():
-        weight.grad = torch.zeros_like(weight)
-    optimizer = optimizer_factory.build(list(small.items()))
-    optimizer.step()
+    optimizer, small = _stepped_once(optimizer_factory, num_dims, dtype)
     templates = {
         name: {key: value for key, value in optimizer.state[weight].items() if value is not None}
         for name, weight in small.items()
@@ -123,7 +121,47 @@ def state_templates(
     for name, template in templates.items():
         for key, value in template.items():
             _refuse_other_state(optimizer, name, key, value, small[name].shape)
+    some = _one_of_each_kind(optimizer, small)
+    zeros = {
+        name: {key: torch.zeros_like(value) for key, value in templates[name].items()}
+        for name in some
+    }
+    _, from_zeros = _stepped_once(optimizer_factory, some, dtype, zeros)
+    if any(not torch.equal(small[name], weight) for name, weight in from_zeros.items()):
+        for template in templates.values():
+            template[BEGUN] = torch.zeros(())
     return templates
+
+
+def _stepped_once(
+    factory: OptimizerFactory,
+    num_dims: Mapping[str, int],
+    dtype: torch.dtype,
+    states: Mapping[str, dict[str, Tensor]] | None = None,
+) -> tuple[Optimizer, dict[str, Tensor]]:
+    """An optimizer after one step of small parameters with gradients of 1. It begins with its own
+    state, or with these."""
+    small = {
+        name: torch.ones(tuple(range(2, 2 + ndim)), dtype=dtype) for name, ndim in num_dims.items()
+    }
+    optimizer = factory.build(list(small.items()))
+    for name, weight in small.items():
+        weight.grad = torch.ones_like(weight)
+        if states is not None:
+            optimizer.state[weight] = dict(states[name])
+    optimizer.step()
+    return optimizer, small
+
+
+def _one_of_each_kind(optimizer: Optimizer, small: Mapping[str, Tensor]) -> dict[str, int]:
+    """The number of dims of one parameter of each number of dims in each group."""
+    group_of = {
+        parameter: number
+        for number, group in enumerate(optimizer.param_groups)
+        for parameter in group["params"]
+    }
+    kinds = {(group_of[weight], weight.ndim): name for name, weight in small.items()}
+    return {name: small[name].ndim for name in kinds.values()}
 
 
 def _refuse_other_state(
@@ -135,12 +173,24 @@ def _refuse_other_state(
             f"optimizer {kind}: keeps {key} of {name} as {type(value).__name__}: optimizer state "
             "must be tensors"
         )
-    if value.shape not in (shape, ()):
+    is_like_it = all(size in (1, whole) for size, whole in zip(value.shape, shape, strict=False))
+    if value.ndim and not (value.ndim == len(shape) and is_like_it):
         raise UserError(
             f"optimizer {kind}: keeps {key} of shape {tuple(value.shape)} for a parameter of "
-            f"shape {tuple(shape)}: only state of the parameter's shape or of shape () can be "
-            "sharded"
+            f"shape {tuple(shape)}: only state of the parameter's shape, of size 1 in some of its "
+            "dims, or of shape () can be resharded"
         )
+
+
+def state_shape(template: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
+    """The shape of an optimizer state for a parameter of this shape, by its template."""
+    sizes = zip(template.shape, shape, strict=False)
+    return tuple(1 if size == 1 else whole for size, whole in sizes)
+
+
+def is_elementwise(template: Tensor) -> bool:
+    """Whether an optimizer state has the parameter's shape, so that it is sharded as it is."""
+    return bool(template.ndim) and 1 not in template.shape
 
 
 class LocalOptimizer:
@@ -156,18 +206,34 @@ class LocalOptimizer:
         shards: Mapping[str, Tensor],
         state: Mapping[str, dict[str, Tensor]],
     ) -> None:
-        """Take the local shards, and the state of each by the keys of `state_templates`."""
+        """Take the local shards, and the state of each by the keys of `state_templates`.
+
+        A state that has not begun is filled by the shard's first step.
+        """
         self.shards = dict(shards)
+        self._waiting: dict[str, dict[str, Tensor]] = {}
+        """The state of the shards that have not begun, by name."""
+        self._begun = {name: state[name][BEGUN] for name in shards if BEGUN in state[name]}
         self._factory = optimizer_factory
         self.optimizer = optimizer_factory.build(list(shards.items()))
         for group in self.optimizer.param_groups:
             group.setdefault(INITIAL_LR, float(group["lr"]))
         for name, shard in shards.items():
-            self.optimizer.state[shard] = dict(state[name])
+            own = {key: value for key, value in state[name].items() if key != BEGUN}
+            begun = self._begun.get(name)
+            if begun is not None and not begun.is_meta and not begun:
+                self._waiting[name] = own
+            else:
+                self.optimizer.state[shard] = own
 
     def state(self) -> dict[str, dict[str, Tensor]]:
         """The live optimizer state of each shard."""
-        return {name: self.optimizer.state[shard] for name, shard in self.shards.items()}
+        live = {}
+        for name, shard in self.shards.items():
+            own = self._waiting.get(name) or self.optimizer.state[shard]
+            begun = {BEGUN: self._begun[name]} if name in self._begun else {}
+            live[name] = {**own, **begun}
+        return live
 
     def schedule(self, step: int) -> float:
         """Set the hyperparameters of a step, counted from 1.
@@ -186,3 +252,13 @@ class LocalOptimizer:
             self.shards[name].grad = gradient
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
+        for name in self._waiting.keys() & gradients.keys():
+            self._begin(name)
+
+    def _begin(self, name: str) -> None:
+        """Take the state that the optimizer has made for a shard in its first step."""
+        own, made = self._waiting.pop(name), self.optimizer.state[self.shards[name]]
+        for key, value in own.items():
+            value.copy_(made[key])
+        made.update(own)
+        self._begun[name].fill_(1.0)

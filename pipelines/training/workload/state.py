@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -11,7 +12,13 @@ from elastic.geometry.regions import Region
 from elastic.geometry.tensor_specs import Kind, TensorSpec
 from pipelines.settings import TrainSettings
 from pipelines.training.workload.initial_values import slices_of
-from pipelines.training.workload.optimizer import AdamWBySettings, OptimizerFactory, state_templates
+from pipelines.training.workload.optimizer import (
+    AdamWBySettings,
+    OptimizerFactory,
+    is_elementwise,
+    state_shape,
+    state_templates,
+)
 from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups
 from pipelines.training.workload.workload import ModelShape, Style, Workload, nothing
 
@@ -62,8 +69,11 @@ def state_specs(workload: Workload, settings: TrainSettings) -> tuple[TensorSpec
     for name, template in templates.items():
         parameter = parameters[name]
         for key, value in template.items():
-            like = parameter.to(value.dtype) if value.ndim else value
-            specs.append(builder.spec(name, like, "optimizer", optimizer_name(name, key)))
+            like = parameter.new_empty(state_shape(value, parameter.shape), dtype=value.dtype)
+            spec = builder.spec(name, like, "optimizer", optimizer_name(name, key))
+            if not is_elementwise(value):
+                spec = replace(spec, fsdp_dim=None, tp_dim=None, ep_dim=None)
+            specs.append(spec)
     if (values := optimizer_factory.initial_values) is not None:
         specs.append(TensorSpec(SCRIPT_VALUES, tuple(values.shape), "float64", kind="optimizer"))
     return tuple(specs)

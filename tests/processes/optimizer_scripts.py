@@ -1,0 +1,95 @@
+"""Scripts with unusual optimizers, and their plain loops: several, slow to begin, of matrices."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from loops import NUM_MICROBATCHES, NUM_STEPS, build_training, plain
+from script_habits import compute
+from torch import nn
+from torch.optim import ASGD, SGD, Adafactor, AdamW, Muon, NAdam, Optimizer, Rprop
+from torch.optim.lr_scheduler import StepLR
+
+from pipelines.loop import Run
+
+Made = list[Optimizer]
+
+
+def begins_late(model: nn.Module) -> Made:
+    """Three optimizers whose first step is not that of a state of zeros."""
+    matrices = [p for p in model.parameters() if p.ndim > 1]
+    others = [p for p in model.parameters() if p.ndim <= 1]
+    return [
+        NAdam(matrices[1:], lr=0.01),
+        SGD(others, lr=0.1, momentum=0.9, dampening=0.5),
+        ASGD(matrices[:1], lr=0.1, t0=3),
+    ]
+
+
+def of_signs(model: nn.Module) -> Made:
+    return [Rprop(model.parameters(), lr=0.01)]
+
+
+def of_matrices(model: nn.Module) -> Made:
+    """The usual pair."""
+    matrices = [p for p in model.parameters() if p.ndim == 2]
+    others = [p for p in model.parameters() if p.ndim != 2]
+    return [Muon(matrices, lr=0.02), AdamW(others, lr=0.01)]
+
+
+def factored(model: nn.Module) -> Made:
+    return [Adafactor(model.parameters(), lr=0.05)]
+
+
+def train(run: Run, make: Callable[[nn.Module], Made]) -> None:
+    model, _, _, loader = build_training(is_scheduled=False)
+    optimizers = make(model)
+    scheduler = StepLR(optimizers[-1], 4, gamma=0.8)
+    model, *optimizers, scheduler, loader = run.prepare(model, *optimizers, scheduler, loader)
+    for step in run.steps(NUM_STEPS, microbatches=NUM_MICROBATCHES):
+        with step:
+            compute(step, model)
+            for optimizer in optimizers:
+                optimizer.step()
+                optimizer.zero_grad()
+            scheduler.step()
+
+
+class Several:
+    """Optimizers that a plain loop steps one after another."""
+
+    def __init__(self, optimizers: Made) -> None:
+        self.optimizers = optimizers
+
+    def step(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.step()
+
+    def zero_grad(self) -> None:
+        for optimizer in self.optimizers:
+            optimizer.zero_grad()
+
+
+def plain_losses(make: Callable[[nn.Module], Made]) -> Iterator[float]:
+    model, _, _, loader = build_training(is_scheduled=False)
+    optimizers = make(model)
+    scheduler = StepLR(optimizers[-1], 4, gamma=0.8)
+    both: Any = Several(optimizers)
+    yield from plain(model, both, scheduler, loader, NUM_STEPS, NUM_MICROBATCHES)
+
+
+def train_begins_late(run: Run) -> None:
+    train(run, begins_late)
+
+
+def train_of_signs(run: Run) -> None:
+    train(run, of_signs)
+
+
+def train_of_matrices(run: Run) -> None:
+    train(run, of_matrices)
+
+
+def train_factored(run: Run) -> None:
+    train(run, factored)
