@@ -239,4 +239,5 @@ class LoopReplica(ShardedReplica):
         return [spec for spec in specs if spec.kind != "optimizer"]
 
     def _epoch(self, step: int) -> int:
-        return (step - 1) * self.settings.batch // self.workload.num_samples
+        num_samples = self.workload.num_samples
+        return (step - 1) * self.settings.batch // num_samples if num_samples else 0

@@ -11,7 +11,7 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, IterableDataset, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler
 
 from actors.runtime.program import Evaluation
 from pipelines.loop.declaration import Declaration, EvaluationSetup
@@ -27,6 +27,7 @@ from pipelines.loop.prepared.wrappers import (
     PreparedScheduler,
 )
 from pipelines.loop.step import Step
+from pipelines.reading.stream import is_stream
 from pipelines.settings import ReadingSettings
 from pipelines.settings.recipe import Dataset
 
@@ -123,8 +124,8 @@ class Run:
         self._factory = ScriptOptimizerFactory(
             optimizers, self._schedulers, names, max_grad_norm, self._scaler
         )
-        dataset = loader.dataset
-        assert loader.batch_size is not None and isinstance(dataset, Sized)
+        dataset: Any = loader.dataset
+        assert loader.batch_size is not None
         return Declaration(
             self._part,
             self._factory,
@@ -194,10 +195,14 @@ def _refuse_second(known: Any, kind: str) -> None:
 def _refuse_other_order(loader: DataLoader[Any]) -> None:
     """Raise `LoopMisused` for a loader with its own order: the run determines a step's samples."""
     dataset = loader.dataset
-    if isinstance(dataset, IterableDataset) or not isinstance(dataset, Sized):
+    if is_stream(dataset):
+        if loader.batch_size is None:
+            raise LoopMisused("run.prepare: give the loader a batch_size, that of a microbatch")
+        return
+    if not isinstance(dataset, Sized):
         raise LoopMisused(
-            "run.prepare: the loader's dataset is not map-style; it needs __len__ and "
-            "__getitem__, so that any worker can read any sample"
+            "run.prepare: the loader's dataset needs __len__ and __getitem__, so that any worker "
+            "can read any sample, or __iter__, which begins again each time"
         )
     sampler = loader.sampler
     is_plain = (

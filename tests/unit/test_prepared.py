@@ -41,7 +41,8 @@ def scheduled_optimizer() -> SGD:
     [
         ((3,), "cannot prepare int; pass a model"),
         ((MODEL, nn.Linear(1, 1)), "a second model"),
-        ((DataLoader(Stream()),), "not map-style"),
+        ((DataLoader(each for each in [1.0]),), "or __iter__, which begins again each time"),
+        ((DataLoader(Stream(), batch_size=None),), "give the loader a batch_size"),
         ((DataLoader(TensorDataset(torch.ones(4))),), "shuffle=True"),
         ((MODEL,), "the optimizer and the loader"),
         ((MODEL, SGD(nn.Linear(1, 1).parameters()), make_loader()), "the model does not have"),

@@ -19,6 +19,7 @@ from elastic.geometry.regions import Region
 from pipelines.errors import UserError
 from pipelines.reading.pass_reader import PassReader, num_samples_of, request_of, seed_host
 from pipelines.reading.readers import Readers
+from pipelines.reading.stream import Stream, map_style, open_indexed
 from pipelines.settings import MlpSettings
 from pipelines.settings.recipe import Dataset, Losses, Recipe
 from pipelines.training.custom.block_flow import flow_of
@@ -74,11 +75,13 @@ class CustomWorkload:
         self.settings = recipe.settings
         self.dtype: torch.dtype = getattr(torch, recipe.settings.dtype)
         self.optimizer_factory: OptimizerFactory = CustomOptimizerFactory(recipe)
-        self.train = _map_style(recipe.data(), "data")
-        self.held_out = _map_style(recipe.held_out(), "held_out") if recipe.held_out else None
+        sizes = (self.settings.microbatch, self.settings.batch)
+        self._open_train = partial(open_indexed, recipe.data, *sizes)
+        self.train = self._open_train()
+        self.held_out = map_style(recipe.held_out(), "held_out") if recipe.held_out else None
         self.num_samples = len(self.train)
         self.num_held_out = len(self.held_out) if self.held_out is not None else 0
-        if not self.num_samples:
+        if not self.num_samples and not isinstance(self.train, Stream):
             raise UserError("the recipe's data have no sample: their len() is 0")
         self.metrics: dict[str, Metric] = {
             name: partial(_counted, metric) for name, metric in sorted(recipe.metrics.items())
@@ -115,8 +118,8 @@ class CustomWorkload:
     def digest(self) -> str:
         """A digest of the numbers of samples, and of a few samples."""
         digest = sha256(f"{self.num_samples} {self.num_held_out}".encode())
-        for number in range(NUM_DIGESTED):
-            sample = number * (self.num_samples - 1) // (NUM_DIGESTED - 1)
+        for number in range(NUM_DIGESTED if self.num_samples else 1):
+            sample = number * max(0, self.num_samples - 1) // (NUM_DIGESTED - 1)
             seed_host(keyed_generator("digest", sample).initial_seed())
             batch = self.recipe.collate([self.train[sample]])
             for tensor in tensors_in(batch):
@@ -190,7 +193,7 @@ class CustomWorkload:
         """Start the reader processes that the settings ask for."""
         recipe, settings = self.recipe, self.settings.reading
         if settings.num_readers and self._readers is None:
-            reader = PassReader(recipe.data, recipe.collate, recipe.begin_reader)
+            reader = PassReader(self._open_train, recipe.collate, recipe.begin_reader)
             self._readers = Readers(reader, settings)
 
     def read_ahead(self, passes: Iterable[Sequence[SeededSamples]]) -> None:
@@ -244,7 +247,7 @@ class CustomWorkload:
     def first(self, num_samples: int, held_out: bool = False) -> list[int]:
         """The ids of the first `num_samples` samples, repeated cyclically if there are fewer."""
         available = self.num_held_out if held_out else self.num_samples
-        return [number % available for number in range(num_samples)]
+        return [number % available if available else number for number in range(num_samples)]
 
     def collated(self, samples: Sequence[int], held_out: bool = False) -> CustomBatch:
         """The batch of these samples, without seeding the generators."""
@@ -325,17 +328,6 @@ class CustomWorkload:
         if held_out and self.held_out is None:
             raise UserError("eval_every: the recipe has no `held_out` data; give some, or set 0")
         return self.held_out if held_out and self.held_out is not None else self.train
-
-
-def _map_style(dataset: Dataset, name: str) -> Dataset:
-    missing = [name for name in ("__len__", "__getitem__") if not hasattr(type(dataset), name)]
-    if missing:
-        raise UserError(
-            f"the recipe's {name} returned {type(dataset).__name__}, which has no "
-            f"{' and no '.join(missing)}: return a map-style dataset, so that any worker can read "
-            "any sample"
-        )
-    return dataset
 
 
 class CustomOptimizerFactory:

@@ -13,13 +13,17 @@ import numpy as np
 from numpy.typing import NDArray
 
 from elastic.geometry.sample_order import InvalidSamples, round_keys
+from pipelines.reading.stream import UNKNOWN_LENGTH
 
 Numbers = NDArray[np.uint64]
 
 
 def samples_of(seed: int, sample_ids: Iterable[int], num_samples: int) -> list[int]:
-    """`sample_of` for each id, in order. Raises `InvalidSamples` as it does."""
+    """`sample_of` for each id, in order; the ids themselves if the number of samples is not known
+    (0), as that of a stream. Raises `InvalidSamples` as it does."""
     ids = list(sample_ids)
+    if num_samples == UNKNOWN_LENGTH and min(ids, default=0) >= 0:
+        return ids
     if num_samples < 1 or min(ids, default=0) < 0:
         raise InvalidSamples(
             f"{len(ids)} ids of {num_samples} samples: needs 1 sample or more and ids from 0"

@@ -1,0 +1,87 @@
+"""Scripts that train on data without a length, and their plain loop."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from loops import FOLDER, MICROBATCH, NUM_MICROBATCHES, NUM_STEPS
+from script_habits import build_container, compute
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, IterableDataset
+
+from pipelines.loop import Run
+
+LENGTH = 137
+"""The stream begins again within a step."""
+
+
+class Texts(IterableDataset[tuple[Tensor, int]]):
+    """Yields noisy samples, whose noise depends on the epoch, and notes what it has yielded."""
+
+    def __init__(self) -> None:
+        self.epoch = 0
+
+    def set_epoch(self, epoch: int) -> None:
+        self.epoch = epoch
+
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        for number in range(LENGTH):
+            generator = torch.Generator().manual_seed(1000 * self.epoch + number)
+            yield torch.randn(8, generator=generator).double(), number % 3
+
+
+class Skipping(Texts):
+    """A stream that need not be iterated up to a sample, as those of Hugging Face."""
+
+    def skip(self, number: int) -> Iterator[tuple[Tensor, int]]:
+        if FOLDER in os.environ:
+            (Path(os.environ[FOLDER]) / f"skipped-{number}").touch()
+        return (sample for index, sample in enumerate(self) if index >= number)
+
+
+def stream(run: Run, dataset: Texts, num_readers: int = 0) -> None:
+    model, optimizer, _ = build_container()
+    loader = DataLoader(dataset, batch_size=MICROBATCH, num_workers=num_readers)
+    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    for step in run.steps(NUM_STEPS, microbatches=NUM_MICROBATCHES):
+        with step:
+            compute(step, model)
+            optimizer.step()
+
+
+def texts(run: Run) -> None:
+    stream(run, Texts())
+
+
+def texts_by_readers(run: Run) -> None:
+    stream(run, Texts(), num_readers=2)
+
+
+def skipping(run: Run) -> None:
+    stream(run, Skipping())
+
+
+def plain_losses() -> Iterator[float]:
+    model, optimizer, _ = build_container()
+    samples = endless(Texts())
+    for _ in range(NUM_STEPS):
+        optimizer.zero_grad()
+        total = 0.0
+        for _ in range(NUM_MICROBATCHES):
+            points, labels = zip(*(next(samples) for _ in range(MICROBATCH)), strict=True)
+            outputs = model(torch.stack(points))
+            loss = nn.functional.cross_entropy(outputs, torch.tensor(labels)) / NUM_MICROBATCHES
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        yield total
+
+
+def endless(dataset: Texts) -> Iterator[Any]:
+    while True:
+        yield from dataset
+        dataset.set_epoch(dataset.epoch + 1)
