@@ -51,7 +51,7 @@ def test_anything_else_is_refused(name: str, value: object, message: str) -> Non
         Reported().add(name, value, 1.0)
 
 
-def test_sums_give_quotients_and_begin_anew_with_each_step() -> None:
+def test_sums_give_quotients_and_begin_again_with_each_step() -> None:
     sums = ReportSums()
     sums._names, sums._sums = ["accuracy", "held_out"], [0.0] * 4
     sums.add([1.0, 4.0, 0.0, 0.0])
