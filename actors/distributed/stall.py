@@ -36,7 +36,7 @@ class StallDetector:
 
     def __init__(self, thread: threading.Thread) -> None:
         self._thread = thread
-        self._position: tuple[int, float | None] | None = None
+        self._position: tuple[FrameType, float | None] | None = None
         self._since = 0.0
 
     def lasts(self) -> bool:
@@ -53,7 +53,7 @@ class StallDetector:
         spent_s = time.clock_gettime(time.pthread_getcpuclockid(ident))
         position = None
         if frame is not None and _waits_in_torch(frame):
-            position = (id(frame), None if _waits_for_ranks(frame) else spent_s)
+            position = (frame, None if _waits_for_ranks(frame) else spent_s)
         if position is None or position != self._position:
             self._position, self._since = position, time.monotonic()
         return time.monotonic() - self._since > STALL_S

@@ -10,6 +10,8 @@ from elastic.protocol.votes import SPLIT, StepRecord, Vote
 
 NUM_KEPT_RECORDS = 1 << 17
 """About 16 MB when full; steps of 1 s fill it in 36 hours."""
+NUM_KEPT_REPORTS = 1 << 13
+"""A script's own numbers are kept for fewer steps: a record may have many of them."""
 NUM_SENT_RECORDS = 1024
 """Most records in the answer to one request."""
 NUM_REPORTED_RECORDS = 64
@@ -70,11 +72,17 @@ class RecordRing:
         self._num_records += 1
         if record.reported:
             self._reported[record.step] = record.reported
+            self._drop_reports(record.step - NUM_KEPT_REPORTS + 1)
         if len(self._blocks) > self._num_blocks:
             self._blocks.popleft()
             self._first_step += self._records_per_block
             self._num_records -= self._records_per_block
-            self._reported = {s: r for s, r in self._reported.items() if s >= self._first_step}
+            self._drop_reports(self._first_step)
+
+    def _drop_reports(self, first_step: int) -> None:
+        """Drop what was reported of the steps before `first_step`."""
+        while self._reported and (oldest := next(iter(self._reported))) < first_step:
+            del self._reported[oldest]
 
     def after(self, step: int, limit: int = NUM_SENT_RECORDS) -> tuple[StepRecord, ...]:
         """The records of the steps after `step`, oldest first, at most `limit`."""
@@ -92,8 +100,8 @@ class RecordRing:
             num_in_last = num_kept - (num_blocks - 1) * self._records_per_block
             del self._blocks[-1][num_in_last * _PACKED.size :]
         self._num_records = num_kept
-        if self._reported:
-            self._reported = {s: r for s, r in self._reported.items() if s <= step}
+        while self._reported and next(reversed(self._reported)) > step:
+            self._reported.popitem()
 
     def clear(self) -> None:
         self.truncate(self._first_step - 1)

@@ -46,4 +46,5 @@ class Tables:
         """Add a row; it replaces the rows of the same and of later steps."""
         for step in [step for step in reversed(self._rows) if step >= row["step"]]:
             del self._rows[step]
-        self._rows[row["step"]] = {**row, **row.pop("reported", {})}
+        reported = row.pop("reported", {})
+        self._rows[row["step"]] = {**row, **reported}

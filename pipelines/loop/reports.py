@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from dataclasses import fields
 from typing import Any
 
 import torch
@@ -11,10 +12,11 @@ from torch import Tensor
 
 from actors.distributed.stall import wait_for
 from actors.runtime.program import Groups, Interrupt
+from elastic.protocol.votes import StepRecord
 from elastic.protocol.wire import finite
 from pipelines.loop.prepared.errors import LoopMisused
 
-RESERVED = frozenset({"loss", "tokens", "lr", "grad_norm", "step_s", "world_size", "generation"})
+RESERVED = frozenset({field.name for field in fields(StepRecord)} | {"goodput"})
 """The run logs these itself."""
 
 
@@ -31,6 +33,8 @@ class Reported:
         """Add a number with a weight, or a pair (sum, count). Raises `LoopMisused`."""
         if name in RESERVED:
             raise LoopMisused(f"step.report({name}=...): the run logs {name}; use another name")
+        if not name.isidentifier():
+            raise LoopMisused(f"step.report: {name!r} is not a name; use letters, digits and _")
         parts = value if isinstance(value, tuple | list) and len(value) == 2 else (value,)
         if not all(map(_is_number, parts)):
             raise LoopMisused(

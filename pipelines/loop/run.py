@@ -139,14 +139,15 @@ class Run:
             loader.worker_init_fn,
         )
 
-    def _take_hyperparameters(self, optimizer: Optimizer) -> None:
+    def _note_step(self, optimizer: Optimizer) -> None:
         """Called where a script would step this optimizer."""
         if self._factory is not None and self._part.moment is Moment.IN_STEP:
-            self._factory.values.take(optimizer)
+            self._factory.values.note_step(optimizer)
 
     def _before_schedule(self, optimizer: Optimizer) -> None:
         self._part.refuse_unread()
-        self._take_hyperparameters(optimizer)
+        if self._factory is not None and self._part.moment is Moment.IN_STEP:
+            self._factory.values.take(optimizer)
 
     def _prepared(self, item: Any) -> Any:
         match item:
@@ -156,7 +157,7 @@ class Run:
                 return prepare_model(item, self._part)
             case Optimizer():
                 self._optimizers.append(item)
-                return PreparedOptimizer(item, partial(self._take_hyperparameters, item))
+                return PreparedOptimizer(item, partial(self._note_step, item))
             case LRScheduler():
                 self._schedulers.append(item)
                 return PreparedScheduler(item, partial(self._before_schedule, item.optimizer))

@@ -12,6 +12,7 @@ import torch
 from harness import Outcome, run_in_processes
 from run_checks import assert_no_step_repeated
 
+from elastic.geometry.layout import Layout
 from elastic.geometry.target_layout import TargetLayout
 from elastic.protocol.events import LayoutRequested
 from pipelines.loop.script import script_of
@@ -23,6 +24,7 @@ def run_habit(
     num_deaths: int = 2,
     target: str | None = "fsdp=3",
     outcome: str = "completed",
+    layout: str = "dp=3",
     module: ModuleType = script_habits,
 ) -> Outcome:
     """A run in which workers die, others join, and the layout may change."""
@@ -31,8 +33,8 @@ def run_habit(
     run = run_in_processes(
         folder,
         script_of(getattr(module, name)).settings,
-        3,
-        layout="dp=3",
+        Layout.parse(layout).num_workers,
+        layout=layout,
         recipe=f"{module.__file__}:{name}",
         environment={loops.FOLDER: str(marks)},
         due=due,

@@ -56,10 +56,15 @@ def test_drawing_many_samples_equals_drawing_one_by_one(
     assert samples_of(seed, ids, num_samples) == [sample_of(seed, i, num_samples) for i in ids]
 
 
-@pytest.mark.parametrize(("ids", "num_samples"), [([0], 0), ([3, -1], 7)])
+@pytest.mark.parametrize(("ids", "num_samples"), [([-1], 0), ([0], -1), ([3, -1], 7)])
 def test_drawing_many_samples_refuses_invalid_ids_and_sizes(ids: list[int], num_samples: int):
     with pytest.raises(InvalidSamples):
         samples_of(0, ids, num_samples)
+
+
+@given(seeds, st.lists(st.integers(0, 2**63 - 1)))
+def test_samples_of_a_stream_are_in_their_own_order(seed: int, ids: list[int]):
+    assert samples_of(seed, ids, 0) == ids
 
 
 @given(counts, st.integers(1, 30), st.sets(st.integers(0, 40)))

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from pipelines.errors import UserError
-from pipelines.training.custom.optimizer_checks import refuse_unfit, why_not_sharded
+from pipelines.training.custom.optimizer_checks import refuse_unfit, why_not_sharded, why_not_split
 from pipelines.training.workload.optimizer import BEGUN, state_shape, state_templates
 
 NUM_DIMS = {"layer.weight": 2, "layer.bias": 1, "convolution": 4, "scalar": 0}
@@ -51,6 +51,55 @@ FIT = {
         lr=0.1,
     ),
 }
+
+
+class Counting(torch.optim.SGD):
+    """Counts its steps in its groups."""
+
+    def step(self):
+        for group in self.param_groups:
+            group["count"] = group.get("count", 0) + 1
+        super().step()
+
+
+class Replacing(torch.optim.SGD):
+    """Keeps a mean in a new tensor each step."""
+
+    def step(self):
+        super().step()
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                state = self.state[parameter]
+                old = state.get("mean", torch.zeros_like(parameter))
+                state["mean"] = 0.9 * old + parameter.grad
+
+
+class RowScaled(torch.optim.SGD):
+    """Keeps one number for each row, of which no worker would have the others."""
+
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.ndim == 2:
+                    rows = self.state[parameter].setdefault(
+                        "rows", parameter.new_zeros(len(parameter), 1)
+                    )
+                    rows += parameter.grad.square().mean(1, keepdim=True)
+                    parameter.grad = parameter.grad / (1 + rows)
+        super().step()
+
+
+class Coupled(torch.optim.SGD):
+    """Divides each update by the norm of all gradients."""
+
+    def step(self):
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        norm = torch.stack([p.grad.norm() for p in parameters]).norm()
+        for parameter in parameters:
+            parameter.grad = parameter.grad / norm
+        super().step()
+
+
 LATE = {
     "dampening": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, dampening=0.5),
     "nadam": lambda p: torch.optim.NAdam(p, lr=0.1),
@@ -60,10 +109,13 @@ LATE = {
 }
 """Their first step is not that of a state of zeros."""
 WHOLE = {
+    "rows": lambda p: RowScaled(p, lr=0.1),
     "norm": lambda p: NormScaled(p, lr=0.1),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
 }
 UNFIT = {
+    "Counting: its step changes count of its groups": lambda p: Counting(p, lr=0.1),
+    "Replacing: its step replaces mean instead of changing it": lambda p: Replacing(p, lr=0.1),
     "optimizer LBFGS: its step needs a closure": lambda p: torch.optim.LBFGS([t for _, t in p]),
     "SparseAdam: a step on small tensors failed: SparseAdam does not support dense": (
         lambda p: torch.optim.SparseAdam(p, lr=0.1)
@@ -108,6 +160,51 @@ def test_optimizer_of_whole_parameters_may_not_be_sharded(make) -> None:
     refuse_unfit(FunctionOptimizing(make), NUM_DIMS)
     why = why_not_sharded(FunctionOptimizing(make), NUM_DIMS)
     assert why is not None and "needs whole parameters: use dp" in why
+
+
+def at_rate_zero(make):
+    """A schedule that begins with a rate of 0, as a linear warm-up may."""
+
+    def build(shards):
+        optimizer = make(shards)
+        for group in optimizer.param_groups:
+            group["lr"] = 0.0
+        return optimizer
+
+    return FunctionOptimizing(build)
+
+
+@pytest.mark.parametrize("name", ["dampening", "nadam", "asgd"])
+def test_a_rate_of_zero_hides_no_late_begin(name: str) -> None:
+    templates = state_templates(at_rate_zero(LATE[name]), NUM_DIMS, torch.float64)
+    assert all(BEGUN in template for template in templates.values())
+
+
+@pytest.mark.parametrize("make", WHOLE.values(), ids=WHOLE)
+def test_a_rate_of_zero_hides_no_need_of_whole_parameters(make) -> None:
+    assert why_not_sharded(at_rate_zero(make), NUM_DIMS) is not None
+
+
+def test_optimizer_that_couples_parameters_needs_all_of_them() -> None:
+    why = why_not_split(FunctionOptimizing(lambda p: Coupled(p, lr=0.1)), NUM_DIMS)
+    assert why is not None and "depends on other parameters" in why
+    assert why_not_split(FunctionOptimizing(FIT["adam"]), NUM_DIMS) is None
+
+
+def test_only_the_groups_that_begin_late_say_so() -> None:
+    """So that a pipeline stage with some of the parameters has the same state."""
+
+    def make(shards):
+        groups = [
+            {"params": [t for name, t in shards if "bias" in name], "dampening": 0.5},
+            {"params": [t for name, t in shards if "bias" not in name]},
+        ]
+        return torch.optim.SGD([g for g in groups if g["params"]], lr=0.1, momentum=0.9)
+
+    whole = state_templates(FunctionOptimizing(make), NUM_DIMS, torch.float64)
+    assert {name for name, template in whole.items() if BEGUN in template} == {"layer.bias"}
+    part = state_templates(FunctionOptimizing(make), {"layer.weight": 2}, torch.float64)
+    assert part["layer.weight"].keys() == whole["layer.weight"].keys()
 
 
 def test_factored_state_has_the_shape_of_the_parameter_but_for_sums() -> None:

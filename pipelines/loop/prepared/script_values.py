@@ -39,13 +39,15 @@ class ScriptValues:
         self._taken: dict[int, list[dict[str, Any]]] = {}
         """The hyperparameters of each group of an optimizer in the present step, by the number of
         the optimizer, once they are known."""
+        self._stepped: set[int] = set()
+        """The numbers of the optimizers that the script has stepped in the present step."""
 
     def keep(self) -> None:
         """Begin the next step with the present numbers. Raises `LoopMisused` for more or fewer."""
         numbers = self._read()
         self._refuse_change(len(numbers))
         self.kept, self.scaler.used = numbers, 1.0
-        self._taken.clear()
+        self._forget_step()
 
     def restore(self) -> None:
         """Begin a step again, or in another worker's place, with its numbers."""
@@ -56,12 +58,29 @@ class ScriptValues:
         for scheduler in self._schedulers:
             scheduler.load_state_dict(_replaced(scheduler.state_dict(), remaining))
         self.scaler.load(list(remaining))
-        self._taken.clear()
+        self._forget_step()
 
     def take(self, optimizer: Optimizer) -> None:
         """Fix the hyperparameters that an optimizer has in the present step, unless they are."""
         groups = optimizer.param_groups
         self._taken.setdefault(self._optimizers.index(optimizer), [*map(_hyperparameters, groups)])
+
+    def note_step(self, optimizer: Optimizer) -> None:
+        """The script steps an optimizer."""
+        self._stepped.add(self._optimizers.index(optimizer))
+        self.take(optimizer)
+
+    def refuse_partial_step(self) -> None:
+        """Raise `LoopMisused` if the script has stepped some of its optimizers in this step."""
+        if 0 < len(self._stepped) < len(self._optimizers):
+            raise LoopMisused(
+                f"the script has stepped {len(self._stepped)} of its {len(self._optimizers)} "
+                "optimizers: the run steps all of them in each step; step all, or none"
+            )
+
+    def _forget_step(self) -> None:
+        self._taken.clear()
+        self._stepped.clear()
 
     def taken(self) -> list[dict[str, Any]]:
         """The hyperparameters of all groups in the present step."""

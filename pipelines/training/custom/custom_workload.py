@@ -34,7 +34,7 @@ from pipelines.training.custom.custom_pipeline import Chain, CustomBatch, inputs
 from pipelines.training.custom.custom_shape import shape_of
 from pipelines.training.custom.merge_trial import Merging, try_merging
 from pipelines.training.custom.microbatch_draws import MicrobatchDraws
-from pipelines.training.custom.optimizer_checks import why_not_sharded
+from pipelines.training.custom.optimizer_checks import why_not_sharded, why_not_split
 from pipelines.training.custom.pipeline_trial import why_no_pipeline
 from pipelines.training.models.mlp import MlpWorkload
 from pipelines.training.workload.optimizer import OptimizerFactory, scale_rates
@@ -148,12 +148,16 @@ class CustomWorkload:
             limits = replace(limits, refused=(*refused, *limits.refused))
         if any(axis == "pp" for axis, _ in limits.refused):
             return limits
-        why_not = why_no_pipeline(self)
+        why_not = why_no_pipeline(self) or self._why_not_split
         return replace(limits, refused=(*limits.refused, ("pp", why_not))) if why_not else limits
 
     @cached_property
     def _why_not_sharded(self) -> str | None:
         return why_not_sharded(self.optimizer_factory, trained_dims(self.module()))
+
+    @property
+    def _why_not_split(self) -> str | None:
+        return why_not_split(self.optimizer_factory, trained_dims(self.module()))
 
     @cached_property
     def _merging(self) -> Merging:

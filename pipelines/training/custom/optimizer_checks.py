@@ -14,6 +14,8 @@ from pipelines.errors import UserError
 from pipelines.training.workload.optimizer import (
     LocalOptimizer,
     OptimizerFactory,
+    is_elementwise,
+    set_trial_rates,
     state_shape,
     state_templates,
 )
@@ -23,6 +25,10 @@ NUM_STEPS = 2
 SHAPE = (4, 3, 2)
 """The first sizes of the trial tensors, whose halves along dim 0 are also stepped separately."""
 TOLERANCE = 1e-9
+WHOLE_PARAMETERS = (
+    "the optimizer's update of an element depends on others of the same parameter (as with Muon, "
+    "Adafactor, LAMB), so each worker needs whole parameters: use dp"
+)
 Weights = dict[str, Tensor]
 
 
@@ -40,12 +46,19 @@ def refuse_unfit(optimizer_factory: OptimizerFactory, num_dims: Mapping[str, int
             f"optimizer {kind}: its step needs a closure, which computes the loss again and again; "
             "a run computes it once a step, so choose another"
         )
+    set_trial_rates(optimizer)
+    numbers = _numbers_of(optimizer)
     try:
         for step_gradients in gradients:
             _step(optimizer, plain, step_gradients)
     except Exception as error:
         reason = (str(error).splitlines() or [type(error).__name__])[0]
         raise UserError(f"optimizer {kind}: a step on small tensors failed: {reason}") from error
+    if changed := sorted(_numbers_of(optimizer).items() ^ numbers.items()):
+        raise UserError(
+            f"optimizer {kind}: its step changes {changed[0][0][1]} of its groups, which a run "
+            "does not keep; choose another"
+        )
     if not _alike(plain, _stepped(optimizer_factory, weights, gradients)):
         raise UserError(
             f"optimizer {kind}: its steps with the state that the run keeps differ from its own; "
@@ -58,6 +71,10 @@ def why_not_sharded(optimizer_factory: OptimizerFactory, num_dims: Mapping[str, 
 
     The update of an element may depend on others of its parameter, which another worker would hold.
     """
+    templates = state_templates(optimizer_factory, num_dims, torch.float64)
+    states = [value for template in templates.values() for value in template.values()]
+    if any(value.ndim and not is_elementwise(value) for value in states):
+        return WHOLE_PARAMETERS
     weights, gradients = _trial(num_dims)
     whole = _stepped(optimizer_factory, weights, gradients)
     sizes = {name: weight.shape[0] // 2 for name, weight in weights.items() if weight.ndim}
@@ -72,10 +89,21 @@ def why_not_sharded(optimizer_factory: OptimizerFactory, num_dims: Mapping[str, 
     together = {name: torch.cat([half[name] for half in halves]) for name in sizes}
     if _alike({name: whole[name] for name in sizes}, together):
         return None
-    return (
-        "the optimizer's update of an element depends on others of the same parameter (as with "
-        "Muon, Adafactor, LAMB), so each worker needs whole parameters: use dp"
-    )
+    return WHOLE_PARAMETERS
+
+
+def why_not_split(optimizer_factory: OptimizerFactory, num_dims: Mapping[str, int]) -> str | None:
+    """Why the parameters cannot be on different workers, or None."""
+    weights, gradients = _trial(num_dims)
+    together = _stepped(optimizer_factory, weights, gradients)
+    for name, weight in weights.items():
+        alone = [{name: step_gradients[name]} for step_gradients in gradients]
+        if not _alike(_stepped(optimizer_factory, {name: weight}, alone), together):
+            return (
+                "the optimizer's update of a parameter depends on other parameters, so each worker "
+                "needs all of them: use dp"
+            )
+    return None
 
 
 def _trial(num_dims: Mapping[str, int]) -> tuple[Weights, list[Weights]]:
@@ -109,10 +137,29 @@ def _stepped(
         }
         for name, template in templates.items()
     }
-    optimizer = LocalOptimizer(optimizer_factory, shards, state)
-    for step_gradients in gradients:
+    for step_gradients in gradients:  # each in another generation, whose optimizer is another
+        optimizer = LocalOptimizer(optimizer_factory, shards, state)
+        set_trial_rates(optimizer.optimizer)
         optimizer.step(step_gradients)
+        live = optimizer.state()
+        for name, own in state.items():
+            for key, value in own.items():
+                if live[name][key] is not value:
+                    raise UserError(
+                        f"optimizer {type(optimizer.optimizer).__name__}: its step replaces {key} "
+                        "instead of changing it, so that copies miss the change; choose another"
+                    )
     return shards
+
+
+def _numbers_of(optimizer: Optimizer) -> dict[tuple[int, str], str]:
+    """The hyperparameters of each group."""
+    return {
+        (number, key): repr(value)
+        for number, group in enumerate(optimizer.param_groups)
+        for key, value in group.items()
+        if key != "params"
+    }
 
 
 @torch.no_grad()

@@ -43,6 +43,7 @@ class OptimizerFactory(Protocol):
 
 
 INITIAL_LR = "initial_lr"
+TRIAL_RATE = 0.1
 BEGUN = "begun"
 """The key of an optimizer state of shape (): whether the parameter has been stepped. Only for
 optimizers whose first step is not that of a state of zeros, such as NAdam."""
@@ -110,7 +111,7 @@ def state_templates(
 
     Steps small parameters of shape (2, 3, ...) once. State of the parameter's shape holds a value
     for each element; state of shape () holds one for the parameter. Other state has the size 1 in
-    some dims of the parameter, as a sum over them; see `state_shape`. If the optimizer does not
+    some dims of the parameter, as a sum over them; see `state_shape`. Where the optimizer does not
     begin with zeros, `BEGUN` is part of it. Raises `UserError` for an optimizer with other state.
     """
     optimizer, small = _stepped_once(optimizer_factory, num_dims, dtype)
@@ -121,15 +122,19 @@ def state_templates(
     for name, template in templates.items():
         for key, value in template.items():
             _refuse_other_state(optimizer, name, key, value, small[name].shape)
-    some = _one_of_each_kind(optimizer, small)
+    kinds = _kinds(optimizer, small)
+    some = {names[0]: num_dims[names[0]] for names in kinds}
     zeros = {
         name: {key: torch.zeros_like(value) for key, value in templates[name].items()}
         for name in some
     }
-    _, from_zeros = _stepped_once(optimizer_factory, some, dtype, zeros)
-    if any(not torch.equal(small[name], weight) for name, weight in from_zeros.items()):
-        for template in templates.values():
-            template[BEGUN] = torch.zeros(())
+    from_zeros, others = _stepped_once(optimizer_factory, some, dtype, zeros)
+    for names in kinds:
+        own, other = small[names[0]], others[names[0]]
+        states = optimizer.state[own], from_zeros.state[other]
+        if not torch.equal(own, other) or not _are_equal(*states):
+            for name in names:
+                templates[name][BEGUN] = torch.zeros(())
     return templates
 
 
@@ -145,6 +150,7 @@ def _stepped_once(
         name: torch.ones(tuple(range(2, 2 + ndim)), dtype=dtype) for name, ndim in num_dims.items()
     }
     optimizer = factory.build(list(small.items()))
+    set_trial_rates(optimizer)
     for name, weight in small.items():
         weight.grad = torch.ones_like(weight)
         if states is not None:
@@ -153,15 +159,28 @@ def _stepped_once(
     return optimizer, small
 
 
-def _one_of_each_kind(optimizer: Optimizer, small: Mapping[str, Tensor]) -> dict[str, int]:
-    """The number of dims of one parameter of each number of dims in each group."""
+def set_trial_rates(optimizer: Optimizer) -> None:
+    """Let a trial step change parameters: a schedule may begin with a rate of 0."""
+    for group in optimizer.param_groups:
+        rate = group["lr"]
+        group["lr"] = torch.full_like(rate, TRIAL_RATE) if isinstance(rate, Tensor) else TRIAL_RATE
+
+
+def _kinds(optimizer: Optimizer, small: Mapping[str, Tensor]) -> list[list[str]]:
+    """The names of the parameters of each number of dims in each group."""
     group_of = {
         parameter: number
         for number, group in enumerate(optimizer.param_groups)
         for parameter in group["params"]
     }
-    kinds = {(group_of[weight], weight.ndim): name for name, weight in small.items()}
-    return {name: small[name].ndim for name in kinds.values()}
+    kinds: dict[tuple[int, int], list[str]] = {}
+    for name, weight in small.items():
+        kinds.setdefault((group_of[weight], weight.ndim), []).append(name)
+    return list(kinds.values())
+
+
+def _are_equal(state: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
+    return all(torch.equal(other[key], value) for key, value in state.items() if key in other)
 
 
 def _refuse_other_state(
