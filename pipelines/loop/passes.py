@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from pipelines.loop.loop import Loop
@@ -62,6 +63,9 @@ class LoopEngine:
 
     def next(self) -> Microbatch:
         microbatch = next(self._microbatches)
+        # Else copies of weights from the pass before, in their dtype of autocast, would be used
+        # again, and FSDP would reduce gradients before all of the pass have arrived.
+        torch.clear_autocast_cache()
         self._num_begun += 1
         if self._num_begun in (1, self.num_microbatches):
             self._sharded.accumulate(self._num_begun == self.num_microbatches)

@@ -160,7 +160,7 @@ class Step:
     def note(self, error: BaseException) -> None:
         """Record an error: the step cannot commit, even if the script suppresses the error."""
         if self._failure is None:
-            self._failure = error
+            self._failure = self._explained(error)
 
     def ensure_finished(self) -> None:
         """Finish the step when the loop requests another; an error if it was never entered."""
@@ -170,6 +170,16 @@ class Step:
             )
         if not self._is_over:
             self._finish()
+
+    def _explained(self, error: BaseException) -> BaseException:
+        if "got mixed torch.Tensor and DTensor" not in str(error):
+            return error
+        explained = LoopMisused(
+            f"step {self.number}: the body calls a part of the model, whose weights are sharded "
+            "over workers (fsdp with zero=3): call the whole model, or train with --layout dp, or "
+            "zero=2"
+        )
+        return explained.with_traceback(error.__traceback__)
 
     def _finish(self) -> None:
         self._is_over = True

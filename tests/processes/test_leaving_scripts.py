@@ -11,7 +11,7 @@ import script_habits
 import torch
 from test_script_habits import run_habit
 
-run_leaving = partial(run_habit, target=None, module=leaving_scripts)
+run_leaving = partial(run_habit, module=leaving_scripts)
 
 
 def test_loop_that_only_some_workers_leave_is_refused(tmp_path: Path) -> None:

@@ -13,8 +13,6 @@ from harness import Outcome, run_in_processes
 from run_checks import assert_no_step_repeated
 
 from elastic.geometry.layout import Layout
-from elastic.geometry.target_layout import TargetLayout
-from elastic.protocol.events import LayoutRequested
 from pipelines.loop.script import script_of
 
 
@@ -22,14 +20,12 @@ def run_habit(
     folder: Path,
     name: str,
     num_deaths: int = 2,
-    target: str | None = "fsdp=3",
     outcome: str = "completed",
-    layout: str = "dp=3",
+    layout: str = "dp=2,fsdp=2",
     module: ModuleType = script_habits,
 ) -> Outcome:
-    """A run in which workers die, others join, and the layout may change."""
+    """A run in which workers die and others join, so that the layout changes."""
     (marks := folder / "marks").mkdir()
-    due = ((11, LayoutRequested("shards", TargetLayout.parse(target))),) if target else ()
     run = run_in_processes(
         folder,
         script_of(getattr(module, name)).settings,
@@ -37,7 +33,6 @@ def run_habit(
         layout=layout,
         recipe=f"{module.__file__}:{name}",
         environment={loops.FOLDER: str(marks)},
-        due=due,
     )
     assert run.stopped.outcome == outcome, run.stopped
     assert_no_step_repeated(run)
@@ -86,7 +81,7 @@ def test_worker_asks_once_whether_it_is_the_first(tmp_path: Path) -> None:
 
 
 def test_layers_of_a_container_are_those_that_are_trained(tmp_path: Path) -> None:
-    run = run_habit(tmp_path, "layer_by_layer")
+    run = run_habit(tmp_path, "layer_by_layer", layout="dp=3")
     losses, weights = zip(*script_habits.plain_layer_by_layer(), strict=True)
     assert list(run.losses().values()) == pytest.approx(losses, rel=1e-9)
     files = list((tmp_path / "marks").glob("layer-*.pt"))
@@ -94,6 +89,15 @@ def test_layers_of_a_container_are_those_that_are_trained(tmp_path: Path) -> Non
     for file in files:
         weight = weights[int(file.name.split("-")[1]) - 1]
         torch.testing.assert_close(torch.load(file)["weight"], weight, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("zero", "outcome"), [(2, "completed"), (3, "failed")])
+def test_layers_that_are_sharded_are_called_by_the_whole_model(
+    zero: int, outcome: str, tmp_path: Path
+) -> None:
+    layout = f"dp=2,fsdp=2,zero={zero}"
+    run = run_habit(tmp_path, "layer_by_layer", 2 * (zero == 2), outcome, layout)
+    assert zero == 2 or "call the whole model, or train with --layout dp" in run.stopped.reason
 
 
 def test_loss_scale_is_part_of_the_state_and_an_overflow_has_no_effect(tmp_path: Path) -> None:

@@ -16,9 +16,7 @@ from pipelines.run.program import TrainingProgram
 
 @pytest.mark.parametrize("name", ["begins_late", "of_signs"])
 def test_state_that_does_not_begin_with_zeros_is_sharded(name: str, tmp_path: Path) -> None:
-    run = run_habit(
-        tmp_path, f"train_{name}", target=None, layout="dp=2,fsdp=2", module=optimizer_scripts
-    )
+    run = run_habit(tmp_path, f"train_{name}", layout="dp=2,fsdp=2", module=optimizer_scripts)
     layouts = [line["layout"] for line in run.lines_of("Resume")]
     assert len(set(layouts)) > 1 and any("fsdp" in layout for layout in layouts), layouts
     losses = optimizer_scripts.plain_losses(getattr(optimizer_scripts, name))
@@ -27,7 +25,7 @@ def test_state_that_does_not_begin_with_zeros_is_sharded(name: str, tmp_path: Pa
 
 @pytest.mark.parametrize("name", ["of_matrices", "factored"])
 def test_optimizers_of_whole_matrices_train_on_dp(name: str, tmp_path: Path) -> None:
-    run = run_habit(tmp_path, f"train_{name}", target=None, module=optimizer_scripts)
+    run = run_habit(tmp_path, f"train_{name}", layout="dp=3", module=optimizer_scripts)
     losses = optimizer_scripts.plain_losses(getattr(optimizer_scripts, name))
     assert list(run.losses().values()) == pytest.approx(list(losses), rel=1e-9)
 

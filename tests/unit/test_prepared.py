@@ -15,6 +15,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from pipelines.loop import Run
 from pipelines.loop.loop import Loop
 from pipelines.loop.prepared.errors import LoopMisused
+from pipelines.loop.prepared.optimizer_factory import ScriptOptimizerFactory
 from pipelines.loop.script import script_of
 from pipelines.loop.thread import Request
 
@@ -150,3 +151,37 @@ def test_part_of_the_model_between_two_steps_has_the_trained_values() -> None:
     assert loop.request is Request.WEIGHTS
     loop.answer(None)
     assert loop.await_arrival() and loop.request is None
+
+
+def test_several_optimizers_are_stepped_all_or_none() -> None:
+    model = nn.Linear(2, 1)
+    optimizers = [SGD([model.weight], lr=0.1), SGD([model.bias], lr=0.1)]
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    values = ScriptOptimizerFactory(optimizers, [], names, None).values
+    values.refuse_partial_step()
+    values.note_step(optimizers[1])
+    with pytest.raises(LoopMisused, match="has stepped 1 of its 2 optimizers"):
+        values.refuse_partial_step()
+    values.note_step(optimizers[0])
+    values.refuse_partial_step()
+    values.keep()
+    values.take(optimizers[0])  # by a scheduler
+    values.refuse_partial_step()
+
+
+def test_parameter_of_two_optimizers_is_refused() -> None:
+    names = {parameter: name for name, parameter in MODEL.named_parameters()}
+    with pytest.raises(LoopMisused, match="two optimizers, or groups, have parameter bias"):
+        ScriptOptimizerFactory([OPTIMIZER, SGD([MODEL.bias], lr=0.1)], [], names, None)
+
+
+def test_optimizer_that_has_stepped_is_refused() -> None:
+    model = nn.Linear(2, 1)
+    optimizer = torch.optim.Adam(model.parameters())
+    model(torch.ones(1, 2)).sum().backward()
+    with torch.no_grad():
+        model.weight.grad *= torch.tensor([1.0, 2.0])
+    optimizer.step()
+    names = {parameter: name for name, parameter in model.named_parameters()}
+    with pytest.raises(LoopMisused, match="Adam has stepped before the loop"):
+        ScriptOptimizerFactory([optimizer], [], names, None)

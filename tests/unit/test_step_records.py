@@ -13,7 +13,9 @@ from elastic.protocol.votes import SPLIT, StepRecord
 
 def make_record(step: int, generation: int = 3) -> StepRecord:
     numbers = (1.5e9, step, generation, 12, 2.1 + step, 2**40, 0.3, 0.7, 0.05)
-    return StepRecord(*numbers, True, True, *(0.1 * place for place in range(1, 7)), {"accuracy": 0.5})
+    return StepRecord(
+        *numbers, True, True, *(0.1 * place for place in range(1, 7)), {"accuracy": 0.5}
+    )
 
 
 def steps_in(ring: RecordRing, after: int = 0, limit: int = 10**9) -> list[int]:
