@@ -34,6 +34,7 @@ CPU = torch.device("cpu")
 TIMEOUT_S = 60.0
 """Longer than an aborted call may take, by far."""
 ABORT_AFTER_S = 0.3
+DEATH = "w2 dies"
 REPEAT_ABORT_S = 0.02
 LAYOUTS = {1: Layout(), 2: Layout(dp=2), 3: Layout(fsdp=3), 4: Layout(dp=2, tp=2)}
 WORKERS = ("w0", "w1", "w2", "w3")
@@ -72,13 +73,17 @@ class Rank:
         formation.abort()
         formation.dissolve()
 
-    def expect_abort(self, formation: Formation, call: Callable[[], object]) -> None:
+    def expect_abort(
+        self, formation: Formation, call: Callable[[], object], has_death: bool = True
+    ) -> None:
         """A call that blocks ends soon after an abort, which is repeated until then, as a worker
         does it: connections that did not exist yet survive the first one. A thread that NCCL does
-        not wake while it connects is left behind."""
-        began = time.monotonic()
+        not wake while it connects is left behind. With `has_death` the abort follows that of w2."""
         thread = threading.Thread(target=self._call, args=(call,), daemon=True)
         thread.start()
+        if has_death:
+            self._store().wait([DEATH])
+        began = time.monotonic()
         time.sleep(ABORT_AFTER_S)
         stall = StallDetector(thread)
         while thread.is_alive():
@@ -97,10 +102,18 @@ class Rank:
 
     def meet(self, name: str, num_ranks: int) -> None:
         """Wait for the other processes, beside all groups."""
-        store = TCPStore(HOST, self.port, is_master=False, wait_for_workers=False)
+        store = self._store()
         if store.add(f"meeting {name}", 1) == num_ranks:
             store.set(f"met {name}", "")
         store.wait([f"met {name}"])
+
+    def die(self) -> None:
+        """Called by w2."""
+        self._store().set(DEATH, "")
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    def _store(self) -> TCPStore:
+        return TCPStore(HOST, self.port, is_master=False, wait_for_workers=False)
 
     def reduce_everywhere(self, formation: Formation) -> None:
         """Sum ones in the world, along each axis and in the transfer group, if this is in it."""
@@ -133,7 +146,7 @@ def changes(rank: Rank) -> None:
 
 def death_before_forming(rank: Rank) -> None:
     rank.train(1, WORKERS)
-    die_while_others_form(rank, lambda: os.kill(os.getpid(), signal.SIGKILL))
+    die_while_others_form(rank, rank.die)
 
 
 def death_in_forming(rank: Rank) -> None:
@@ -155,7 +168,7 @@ def die_in_group(rank: Rank, number: int) -> None:
         nonlocal num_groups
         num_groups += 1
         if num_groups == number:
-            os.kill(os.getpid(), signal.SIGKILL)
+            rank.die()
 
     class Dying(dist.ProcessGroupGloo):
         def __init__(self, *arguments: Any) -> None:
@@ -201,7 +214,7 @@ def survive_death(rank: Rank, before: Callable[[Formation], None]) -> None:
     before(formation)
     rank.meet("the death", 3)
     if rank.worker == "w2":
-        os.kill(os.getpid(), signal.SIGKILL)
+        rank.die()
     time.sleep(0.0 if rank.worker == "w0" else 2 * ABORT_AFTER_S / 3)
 
     def step() -> None:
@@ -245,7 +258,8 @@ def abort_during_collectives(rank: Rank) -> None:
         rank.reduce_everywhere(formation)
         assert formation.groups is not None
         if rank.worker == "w0":
-            rank.expect_abort(formation, collectives(formation.groups.world, rank.device)[name])
+            blocked = collectives(formation.groups.world, rank.device)[name]
+            rank.expect_abort(formation, blocked, has_death=False)
             slowest = max(slowest, rank.measured.pop("blocked_s"))
         rank.meet(name, 2)
         if rank.worker == "w1":
