@@ -11,6 +11,9 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 
 from actors.distributed.backends.backend import GroupBackend
+from actors.distributed.backends.torch_groups_private import PeerMessage, exchange_all
+from actors.distributed.backends.waiting import waiting
+from actors.distributed.stall import wait_for
 from actors.runtime.program import Groups
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.layout import Layout
@@ -34,12 +37,15 @@ def form_groups(
     by_cp = _ranks_by_axis(layout).transpose(3, 4).reshape(-1, layout.cp)
     by_sequence = _ranks_by_axis(layout).reshape(-1, layout.cp * layout.tp)
     spreads_tokens = by_sequence.shape[1] > 1
+    mesh = _mesh(backend, dense_ranks(layout), timeout)
+    if layout.pp > 1 and device.type == "cuda":
+        connect_neighbours(mesh.get_group("pp"), device)
     return Groups(
         assignment,
         world_rank,
         device,
         world,
-        _mesh(backend, dense_ranks(layout), timeout),
+        mesh,
         cp=_group_of_rank(backend, "cp", by_cp, world_rank, timeout),
         sequence=_group_of_rank(backend, "sequence", by_sequence, world_rank, timeout)
         if has_experts and spreads_tokens
@@ -48,6 +54,23 @@ def form_groups(
         if has_experts and (spreads_tokens or layout.ep > 1)
         else None,
     )
+
+
+def connect_neighbours(group: ProcessGroup, device: torch.device) -> None:
+    """Exchange a number with the ranks before and after this one in a ring.
+
+    NCCL connects two ranks when they first exchange, and waits in the launch for the other: a stage
+    of a pipeline would wait there while the one before compiles.
+    """
+    rank, size = group.rank(), group.size()
+    peers = sorted({(rank - 1) % size, (rank + 1) % size} - {rank})
+    numbers = [torch.zeros(1, device=device) for _ in peers]
+    receives = [PeerMessage(torch.empty_like(n), p, 0) for n, p in zip(numbers, peers, strict=True)]
+    sends = [PeerMessage(number, peer, 0) for number, peer in zip(numbers, peers, strict=True)]
+    for work in exchange_all(group, device, receives, sends):
+        wait_for(work)
+    if device.type == "cuda":
+        waiting(torch.cuda.current_stream(device).synchronize)
 
 
 def dense_ranks(layout: Layout) -> tuple[Tensor, tuple[str, ...]]:

@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable
 from datetime import timedelta
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,6 +17,7 @@ from run_checks import assert_no_step_repeated, assert_survivors_kept
 from torch.distributed import HashStore, ProcessGroup
 
 from actors.distributed.backends.backend import backend_of, bare_group
+from actors.distributed.meshes import connect_neighbours
 from actors.distributed.stall import STALL_S, StallDetector, wait_for
 from actors.runtime.interruption import Interruption
 from actors.storage.errors import Interrupted
@@ -57,6 +59,20 @@ def form_two_ranks() -> list[ProcessGroup]:
     for thread in start_threads(lambda: form(0), lambda: form(1)):
         thread.join()
     return [groups[0], groups[1]]
+
+
+def test_neighbours_in_a_ring_are_connected_once_each() -> None:
+    """On NCCL while groups form; two ranks are each other's neighbours on both sides."""
+    groups = form_two_ranks()
+    threads = start_threads(*(partial(connect_neighbours, g, torch.device("cpu")) for g in groups))
+    for thread in threads:
+        thread.join(20.0)
+    assert not any(thread.is_alive() for thread in threads)
+    message = torch.zeros(1)
+    [receiving] = start_threads(lambda: wait_for(groups[0].recv([message], 1, 0)))
+    wait_for(groups[1].send([torch.ones(1)], 0, 0))
+    receiving.join(20.0)
+    assert message.item() == 1.0, "nothing of the exchange is left over"
 
 
 def test_only_a_thread_that_waits_for_peers_is_stalled() -> None:

@@ -32,9 +32,10 @@ from actors.distributed.backends.torch_groups_private import (
 )
 from actors.distributed.backends.waiting import waiting
 
-NONBLOCKING_TIMEOUT_S = 30
-"""How long torch polls a communicator that is busy. A thread that is about to launch a collective
-when its communicator is aborted polls for this long in vain, and unwinds then."""
+NONBLOCKING_TIMEOUT_S = 120
+"""How long torch polls a communicator that is busy: the first exchange of a reshard with a peer
+waits for that peer. A thread that is about to launch a collective when its communicator is aborted
+polls for this long in vain, and unwinds then."""
 
 SETTINGS = {
     "TORCH_NCCL_ASYNC_ERROR_HANDLING": "0",
