@@ -160,8 +160,8 @@ def test_summary_is_one_line_with_steps_loss_time_and_goodput(tmp_path: Path) ->
     display = Display(make_console(False), "run")
     show_all(display, run)
     assert display.summary(run.now + 60) == (
-        "completed · 61 steps · loss 2.0000 · 6.8 s · goodput 89.6% · 1 lost · 0 joined"
-        " · 0 steps redone"
+        "completed · 61 steps · loss 2.0000 · 6.8 s · goodput 89.6% with start-up · 1 lost · "
+        "0 joined · 0 steps redone"
     )
 
 

@@ -16,7 +16,6 @@ from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.reports import Reported, ReportSums
 from pipelines.observe.history.progress import RunProgress
 from pipelines.observe.tracking.rows import step_metrics
-from pipelines.observe.view.facts import reported
 
 RECORD = StepRecord(5.0, 3, 1, 2, 1.0, 8, 0.1, 1.0, 0.5, False, reported={"accuracy": 0.25})
 
@@ -94,4 +93,4 @@ def test_readers_show_them() -> None:
     progress = RunProgress()
     progress.take(row)
     progress.take(metrics_row(replace(RECORD, step=4, reported={"accuracy": None})))
-    assert reported(progress) == "accuracy 0.25"
+    assert progress.reported_text == "accuracy 0.25"

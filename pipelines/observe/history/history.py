@@ -61,10 +61,12 @@ class History:
         parts = [f"{progress.step:,} steps"]
         if progress.loss is not None:
             parts.append(f"loss {progress.loss:.4f}")
+        if progress.reported:
+            parts.append(progress.reported_text)
         parts.append(duration(membership.wall_s(now)))
         goodput = self.goodput(now)
         if goodput is not None:
-            parts.append(f"goodput {goodput:.1%}")
+            parts.append(f"goodput {goodput:.1%} with start-up")
         parts += [
             f"{membership.num_lost} lost",
             f"{membership.num_joined} joined",

@@ -122,6 +122,11 @@ class RunProgress:
         self._remember(row)
 
     @property
+    def reported_text(self) -> str:
+        """`accuracy 0.9123, perplexity 31.2`: the newest numbers that a script has reported."""
+        return ", ".join(f"{name} {value:.4g}" for name, value in self.reported.items())
+
+    @property
     def tokens_per_s(self) -> float | None:
         """Throughput on the wall clock over the newest rows, recoveries included."""
         return self._per_second(2)

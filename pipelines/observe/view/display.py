@@ -18,7 +18,7 @@ from rich.text import Text
 
 from pipelines.observe.history.formatting import duration, quantity, shortened
 from pipelines.observe.history.history import History
-from pipelines.observe.view.facts import events_table, reported, speed, step_parts, steps, world
+from pipelines.observe.view.facts import events_table, speed, step_parts, steps, world
 
 
 class Cell:
@@ -166,7 +166,7 @@ class Display:
             trend = "" if self._console.options.ascii_only else sparkline(self._losses(), 32)
             yield "loss", Text(f"{progress.loss:.4f}  ").append(trend, style="cyan")
         if progress.reported:
-            yield "reported", Text(reported(progress))
+            yield "reported", Text(progress.reported_text)
         if rate := speed(self.history):
             yield "speed", Text(rate)
         if parts := step_parts(self.history.step_time.recent):
@@ -215,7 +215,7 @@ class Display:
         total = f"/{membership.total_steps}" if membership.total_steps else ""
         parts = [f"step {progress.step}{total}"]
         parts += [f"loss {progress.loss:.4f}"] if progress.loss is not None else []
-        parts += [reported(progress)] if progress.reported else []
+        parts += [progress.reported_text] if progress.reported else []
         if progress.tokens_per_s is not None:
             parts.append(f"{quantity(progress.tokens_per_s)} {progress.unit}/s")
         self._print(now, " · ".join([*parts, world(membership), membership.phase]))

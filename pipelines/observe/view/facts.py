@@ -10,7 +10,6 @@ from rich.text import Text
 from pipelines.observe.history.formatting import duration, quantity
 from pipelines.observe.history.history import History
 from pipelines.observe.history.membership import Membership
-from pipelines.observe.history.progress import RunProgress
 from pipelines.observe.history.run_events import RunEvent
 from pipelines.observe.history.step_time import StepTimes
 
@@ -63,11 +62,6 @@ def speed(history: History) -> str:
     if device["mfu"] is not None:
         parts.append(f"MFU {device['mfu']:.1%}")
     return ", ".join(parts)
-
-
-def reported(progress: RunProgress) -> str:
-    """`accuracy 0.9123, perplexity 31.2`: the newest numbers that a script has reported."""
-    return ", ".join(f"{name} {value:.4g}" for name, value in progress.reported.items())
 
 
 def step_parts(times: StepTimes) -> str:

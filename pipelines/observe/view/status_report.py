@@ -17,7 +17,6 @@ from pipelines.observe.history.run_events import RunEvent
 from pipelines.observe.view.facts import (
     ago,
     events_table,
-    reported,
     speed,
     step_parts,
     steps,
@@ -194,7 +193,7 @@ class RunStatus:
         if history.progress.loss is not None:
             table.add_row("loss", f"{history.progress.loss:.4f}")
         if history.progress.reported:
-            table.add_row("reported", reported(history.progress))
+            table.add_row("reported", history.progress.reported_text)
         if rate := speed(history):
             table.add_row("speed" if is_training else "last speed", rate)
         if parts := step_parts(history.step_time.recent):
@@ -244,7 +243,7 @@ class RunStatus:
         table, split = _grid(), self.split
         if not split.wall_s:
             return table
-        goodput = "" if split.goodput is None else f", goodput {split.goodput:.1%}"
+        goodput = "" if split.goodput is None else f", goodput {split.goodput:.1%} with start-up"
         table.add_row("time", f"{duration(split.wall_s)}{goodput}")
         undriven = (
             f", {duration(split.undriven_s)} of it without a driver" if split.undriven_s else ""
