@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.tensor import DTensor
 
 from actors.distributed.stall import wait_for
 from actors.runtime.program import Groups, Interrupt
@@ -36,6 +37,11 @@ class Reported:
         if not name.isidentifier():
             raise LoopMisused(f"step.report: {name!r} is not a name; use letters, digits and _")
         parts = value if isinstance(value, tuple | list) and len(value) == 2 else (value,)
+        if any(isinstance(part, DTensor) for part in parts):
+            raise LoopMisused(
+                f"step.report({name}=...): a part of a sharded tensor; report what the model "
+                "returns"
+            )
         if not all(map(_is_number, parts)):
             raise LoopMisused(
                 f"step.report({name}={_described(value)}): pass one number, or a pair (sum, "

@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
 import numpy as np
@@ -47,10 +47,13 @@ class PassReader:
         """What the dataset returns for each sample. Random augmentation of a microbatch follows
         its seed."""
         items = []
+        follow = getattr(self.dataset, "follow", None)  # a stream makes others on its way
         for seed, samples in request:
             seed_host(seed)
             for sample in samples:
                 note(sample)
+                if follow is not None:
+                    follow(partial(note, sample))
                 items.append(self.dataset[sample])
         return items
 

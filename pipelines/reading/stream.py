@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
+from copy import deepcopy
+from hashlib import blake2b
 from typing import Any
 
+import numpy as np
+import torch
 from torch.utils.data import IterableDataset
 
 from pipelines.errors import UserError
 from pipelines.reading.pass_reader import seed_host
+from pipelines.settings import TrainSettings
 from pipelines.settings.recipe import Dataset
 
 UNKNOWN_LENGTH = 0
@@ -19,74 +25,79 @@ class Stream:
     """Sample i is the i-th that the dataset yields; where it ends, it begins again.
 
     Every worker iterates over the whole dataset and keeps the samples of its own microbatches, so
-    each sample is trained on once, in the same order with any number of workers. Before a sample is
-    made, the random generators are seeded with its number. A dataset with `skip(n)`, as those of
-    Hugging Face, is not iterated up to the sample at which a worker begins. One with `set_epoch`
-    gets the number of each pass over it.
+    each sample is trained on once, in the same order with any number of workers. The random
+    generators are seeded with the number of each sample while it is made, and at the beginning of
+    each pass over the dataset; afterwards they are as before. A dataset with `set_epoch` gets the
+    number of each pass over it.
     """
 
-    def __init__(self, dataset: Iterable[Any], num_first: int, num_recent: int) -> None:
+    def __init__(
+        self, dataset: Iterable[Any], num_first: int, num_recent: int, seed: int = 0
+    ) -> None:
         """The first `num_first` samples and the newest `num_recent` can be read again at once;
         for others the dataset is iterated again."""
         self._dataset = dataset
         self._num_first = num_first
         self._num_recent = num_recent
+        self._seed = seed
+        self._note: Callable[[], None] = nothing
         self._first: dict[int, Any] = {}
         self._recent: OrderedDict[int, Any] = OrderedDict()
         self._iterator: Iterator[Any] | None = None
-        self._has_skipped = False
         self._next = self._epoch = 0
 
     def __len__(self) -> int:
         """Not known: every index exists."""
         return UNKNOWN_LENGTH
 
+    def follow(self, note: Callable[[], None]) -> None:
+        """Call `note` before each sample that is made on the way to those that are read."""
+        self._note = note
+
     def __getitem__(self, index: int) -> Any:
-        """Raises `UserError` for an empty dataset."""
-        item = self._item(index)
-        seed_host(index)  # what follows must not depend on how the sample was found
-        return item
+        """A copy, which the reader may change. Raises `UserError` for an empty dataset."""
+        states = torch.get_rng_state(), random.getstate(), np.random.get_state()
+        try:
+            return deepcopy(self._item(index))
+        finally:
+            torch.set_rng_state(states[0])
+            random.setstate(states[1])
+            np.random.set_state(states[2])
 
     def __getstate__(self) -> dict[str, Any]:
         """For another process, which iterates itself."""
-        return {**self.__dict__, "_iterator": None, "_next": 0}
+        unread: dict[str, Any] = {"_first": {}, "_recent": OrderedDict(), "_iterator": None}
+        return {**self.__dict__, **unread, "_next": 0, "_note": nothing}
 
     def _item(self, index: int) -> Any:
         for kept in (self._first, self._recent):
             if index in kept:
                 return kept[index]
-        is_far = index > self._next + self._num_recent and hasattr(self._dataset, "skip")
-        if self._iterator is None or index < self._next or is_far:
-            self._begin_at(index)
+        if self._iterator is None or index < self._next:
+            self._recent.clear()
+            self._next = 0
+            self._begin(0)
         while self._next < index:
             self._advance()
         return self._advance()
 
-    def _begin_at(self, index: int) -> None:
-        """Iterate from the beginning, or from this sample if the dataset can skip."""
-        skip = getattr(self._dataset, "skip", None) if index > self._num_first else None
-        self._has_skipped = skip is not None
-        self._begin(0, self._dataset if skip is None else skip(index))
-        self._next = index if skip is not None else 0
-
-    def _begin(self, epoch: int, samples: Iterable[Any]) -> None:
+    def _begin(self, epoch: int) -> None:
         self._epoch = epoch
         if (set_epoch := getattr(self._dataset, "set_epoch", None)) is not None:
             set_epoch(epoch)
-        self._iterator = iter(samples)
+        self._seed_with("epoch", epoch)
+        self._iterator = iter(self._dataset)
 
     def _advance(self) -> Any:
         """The next sample."""
         assert self._iterator is not None
+        self._note()
         number = self._next
-        seed_host(number)
+        self._seed_with("sample", number)
         try:
             item = next(self._iterator)
         except StopIteration:
-            if self._has_skipped:  # beyond the end, which is not known
-                return self._iterate_to(number)
             item = self._first_of_next_epoch()
-        self._has_skipped = False
         self._next = number + 1
         if number < self._num_first:
             self._first[number] = item
@@ -95,15 +106,9 @@ class Stream:
             self._recent.popitem(last=False)
         return item
 
-    def _iterate_to(self, number: int) -> Any:
-        self._has_skipped, self._next = False, 0
-        self._begin(0, self._dataset)
-        while self._next < number:
-            self._advance()
-        return self._advance()
-
     def _first_of_next_epoch(self) -> Any:
-        self._begin(self._epoch + 1, self._dataset)
+        self._begin(self._epoch + 1)
+        self._seed_with("sample", self._next)
         assert self._iterator is not None
         for item in self._iterator:
             return item
@@ -112,6 +117,14 @@ class Stream:
             f"the dataset {type(self._dataset).__name__} yields no sample when it is "
             f"iterated{again}"
         )
+
+    def _seed_with(self, what: str, number: int) -> None:
+        key = f"stream/{self._seed}/{what}/{number}".encode()
+        seed_host(int.from_bytes(blake2b(key, digest_size=8).digest()) >> 1)
+
+
+def nothing() -> None:
+    """The `note` that does nothing."""
 
 
 def is_stream(dataset: object) -> bool:
@@ -123,14 +136,15 @@ def is_stream(dataset: object) -> bool:
     return hasattr(kind, "__iter__") and not hasattr(kind, "__next__") and not has_index
 
 
-def open_indexed(open_dataset: Callable[[], Any], microbatch: int, batch: int) -> Dataset:
+def open_indexed(open_dataset: Callable[[], Any], settings: TrainSettings) -> Dataset:
     """Open training data that any worker can read by index. Raises `UserError` for other data."""
-    return indexed(open_dataset(), microbatch, batch)
-
-
-def indexed(dataset: Any, microbatch: int, batch: int) -> Dataset:
-    """Training data that any worker can read by index. Raises `UserError` for other data."""
-    return Stream(dataset, microbatch, 2 * batch) if is_stream(dataset) else map_style(dataset)
+    dataset = open_dataset()
+    if not is_stream(dataset):
+        return map_style(dataset)
+    reading = settings.reading
+    num_ahead = reading.prefetch_factor if reading.num_readers else 0  # passes, at most a step each
+    num_recent = (2 + num_ahead) * settings.batch
+    return Stream(dataset, settings.microbatch, num_recent, settings.seed)
 
 
 def map_style(dataset: Any, name: str = "data") -> Dataset:

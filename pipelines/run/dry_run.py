@@ -99,8 +99,11 @@ def _run_rows(plan: RunPlan, seq_len: int) -> DryRunReport:
 def _data_rows(plan: RunPlan, settings: TrainSettings, found: DataPlan | None) -> DryRunReport:
     source = settings.data.source or "the Python standard library"
     samples = plan.recipe["num_samples"]
-    epochs = f"{settings.steps * settings.batch / samples:.3g} epochs"
-    if found is None:
+    if found is None and not samples:
+        yield "data", "a stream from the recipe, whose length is not known"
+        yield "", f"digest {plan.recipe['data_digest']}"
+    elif found is None:
+        epochs = f"{settings.steps * settings.batch / samples:.3g} epochs"
         yield "data", f"{samples:,} samples from the recipe, {epochs}"
         yield "", f"digest {plan.recipe['data_digest']}"
     elif found.corpus is not None and not found.is_there():

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import islice
 from typing import Any
 
 import torch
 from loops import MICROBATCH, NUM_MICROBATCHES, NUM_STEPS
 from script_habits import build_container, compute
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, IterableDataset
+from torch.utils.data import DataLoader, IterableDataset, get_worker_info
 
 from pipelines.loop import Run
 
@@ -32,11 +33,13 @@ class Texts(IterableDataset[tuple[Tensor, int]]):
             yield torch.randn(8, generator=generator).double(), number % 3
 
 
-class Skipping(Texts):
-    """A stream that need not be iterated up to a sample, as those of Hugging Face."""
+class Sharing(Texts):
+    """Divides its samples among torch's reader processes, as its documentation says."""
 
-    def skip(self, number: int) -> Iterator[tuple[Tensor, int]]:
-        return (sample for index, sample in enumerate(self) if index >= number)
+    def __iter__(self) -> Iterator[tuple[Tensor, int]]:
+        readers = get_worker_info()
+        first, step = (readers.id, readers.num_workers) if readers else (0, 1)
+        return islice(super().__iter__(), first, None, step)
 
 
 def stream(run: Run, dataset: Texts, num_readers: int = 0) -> None:
@@ -54,11 +57,7 @@ def texts(run: Run) -> None:
 
 
 def texts_by_readers(run: Run) -> None:
-    stream(run, Texts(), num_readers=2)
-
-
-def skipping(run: Run) -> None:
-    stream(run, Skipping())
+    stream(run, Sharing(), num_readers=2)
 
 
 def plain_losses() -> Iterator[float]:

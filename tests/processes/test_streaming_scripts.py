@@ -9,7 +9,7 @@ import streaming_scripts
 from test_script_habits import run_habit
 
 
-@pytest.mark.parametrize("name", ["texts", "texts_by_readers", "skipping"])
+@pytest.mark.parametrize("name", ["texts", "texts_by_readers"])
 def test_stream_is_trained_on_as_by_a_plain_loop(name: str, tmp_path: Path) -> None:
     run = run_habit(tmp_path, name, module=streaming_scripts)
     expected = list(streaming_scripts.plain_losses())

@@ -42,6 +42,7 @@ FIT = {
     "momentum": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, nesterov=True),
     "adam": lambda p: torch.optim.Adam(p, lr=0.1, amsgrad=True),
     "adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1),
+    "capturable": lambda p: torch.optim.AdamW(p, lr=0.1, capturable=True),
     "rmsprop": lambda p: torch.optim.RMSprop(p, lr=0.1, centered=True, momentum=0.5),
     "custom groups": lambda p: torch.optim.AdamW(
         [
@@ -108,12 +109,38 @@ LATE = {
     "accumulated": lambda p: torch.optim.Adagrad(p, lr=0.1, initial_accumulator_value=0.3),
 }
 """Their first step is not that of a state of zeros."""
+
+
+class RowNormed(torch.optim.SGD):
+    """Divides the gradient of each row by its norm: only a cut of rows changes it."""
+
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.ndim == 2:
+                    parameter.grad = parameter.grad / parameter.grad.norm(dim=1, keepdim=True)
+        super().step()
+
+
 WHOLE = {
+    "cut rows": lambda p: RowNormed(p, lr=0.1),
     "rows": lambda p: RowScaled(p, lr=0.1),
     "norm": lambda p: NormScaled(p, lr=0.1),
     "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
 }
+
+
+class Rateless(torch.optim.SGD):
+    """Has no learning rate in its groups."""
+
+    def __init__(self, params, lr):
+        super().__init__(params, lr)
+        for group in self.param_groups:
+            del group["lr"]
+
+
 UNFIT = {
+    "Rateless: its groups have no lr": lambda p: Rateless(p, lr=0.1),
     "Counting: its step changes count of its groups": lambda p: Counting(p, lr=0.1),
     "Replacing: its step replaces mean instead of changing it": lambda p: Replacing(p, lr=0.1),
     "optimizer LBFGS: its step needs a closure": lambda p: torch.optim.LBFGS([t for _, t in p]),

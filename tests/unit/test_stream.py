@@ -11,7 +11,8 @@ import torch
 from torch.utils.data import IterableDataset
 
 from pipelines.errors import UserError
-from pipelines.reading.stream import Stream, indexed, is_stream, map_style
+from pipelines.reading.stream import Stream, is_stream, map_style, open_indexed
+from pipelines.settings import TrainSettings
 
 
 class Numbers:
@@ -27,11 +28,6 @@ class Numbers:
         self.num_begun += 1
         for number in range(self.length):
             yield self.epoch, number, random.random()
-
-
-class Skipping(Numbers):
-    def skip(self, number: int) -> Iterator[tuple[int, int, float]]:
-        return (each for each in self if each[1] >= number)
 
 
 def positions(stream: Stream, indices: list[int]) -> list[tuple[int, int]]:
@@ -54,24 +50,62 @@ def test_newest_and_first_samples_are_kept() -> None:
 
 
 def test_samples_do_not_depend_on_the_way_to_them() -> None:
-    """Neither those drawn while the stream is iterated nor what is drawn after them."""
     one, other = Stream(Numbers(), 2, 3), Stream(Numbers(), 2, 3)
-    expected = []
-    for index in (1, 4, 4, 8, 13):
-        expected.append((one[index], random.random(), torch.rand(1).item()))
+    expected = {index: one[index] for index in (1, 4, 8, 13)}
     random.seed(77)
-    assert (other[13], random.random(), torch.rand(1).item()) == expected[-1]
-    assert (other[4], random.random(), torch.rand(1).item()) == expected[1] == expected[2]
+    assert {index: other[index] for index in (13, 4, 8, 1)} == expected
 
 
-def test_stream_that_can_skip_is_not_iterated_to_the_sample() -> None:
-    numbers = Skipping()
-    assert positions(Stream(numbers, 2, 3), [7, 8]) == [(0, 7), (0, 8)]
-    assert positions(Stream(Skipping(), 2, 3), [1, 9, 10]) == [(0, 1), (0, 9), (1, 0)]
+class Shuffled:
+    """Draws its order when it is iterated."""
+
+    def __iter__(self) -> Iterator[int]:
+        order = list(range(10))
+        random.shuffle(order)
+        return iter(order)
 
 
-def test_skip_beyond_the_end_is_exact() -> None:
-    assert positions(Stream(Skipping(), 2, 3), [25, 26]) == [(2, 5), (2, 6)]
+def test_order_that_is_drawn_at_the_beginning_is_the_same_on_all_workers() -> None:
+    one, other = Stream(Shuffled(), 2, 3), Stream(Shuffled(), 2, 3)
+    random.seed(1)
+    first = [one[index] for index in range(25)]
+    random.seed(2)
+    assert [other[index] for index in (20, 3, 4, 24)] == [first[i] for i in (20, 3, 4, 24)]
+    assert sorted(first[:10]) == sorted(first[10:20]) == list(range(10))
+    assert first[:10] != first[10:20], "each pass has its own order"
+
+
+def test_another_seed_draws_another_order() -> None:
+    orders = [[Stream(Shuffled(), 2, 3, seed)[i] for i in range(10)] for seed in (0, 1)]
+    assert orders[0] != orders[1]
+
+
+def test_generators_are_as_before_a_read() -> None:
+    stream = Stream(Numbers(), 2, 3)
+    random.seed(5)
+    torch.manual_seed(5)
+    expected = random.random(), torch.rand(1).item()
+    random.seed(5)
+    torch.manual_seed(5)
+    stream[7]
+    assert (random.random(), torch.rand(1).item()) == expected
+
+
+def test_reader_may_change_what_it_has_read() -> None:
+    class Tensors:
+        def __iter__(self) -> Iterator[torch.Tensor]:
+            return (torch.full((2,), float(i)) for i in range(4))
+
+    stream = Stream(Tensors(), 2, 3)
+    stream[1].mul_(10)
+    assert stream[1].tolist() == [1.0, 1.0]
+
+
+def test_samples_on_the_way_are_noted() -> None:
+    stream, notes = Stream(Numbers(), 2, 3), []
+    stream.follow(lambda: notes.append(len(notes)))
+    stream[7]
+    assert len(notes) == 8
 
 
 def test_empty_stream_is_refused() -> None:
@@ -116,11 +150,11 @@ class Torch(IterableDataset[int]):
 def test_streams_are_recognized(dataset: object, expected: bool) -> None:
     assert is_stream(dataset) == expected
     if expected:
-        assert isinstance(indexed(dataset, 2, 8), Stream)
+        assert isinstance(open_indexed(lambda: dataset, TrainSettings()), Stream)
 
 
 def test_other_data_are_refused() -> None:
     with pytest.raises(UserError, match="generator, which has no __len__ and no __getitem__"):
-        indexed((i for i in range(3)), 2, 8)
+        open_indexed(lambda: (i for i in range(3)), TrainSettings())
     with pytest.raises(UserError, match=r"held_out returned Numbers, .* any sample$"):
         map_style(Numbers(), "held_out")

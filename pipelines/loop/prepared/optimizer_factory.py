@@ -179,7 +179,9 @@ def _makers(optimizer: Optimizer, parameter: nn.Parameter) -> dict[str, Callable
         if not isinstance(value, Tensor) or not value.ndim or not value.numel():
             makers[key] = partial(_copied, value)
         elif bool((value == value.flatten()[0]).all()):
-            number, dtype = value.flatten()[0].item(), value.dtype
+            # State in the parameter's dtype is kept in that in which the run stores the parameter.
+            dtype = None if value.dtype == parameter.dtype else value.dtype
+            number = value.flatten()[0].item()
             makers[key] = partial(torch.full_like, fill_value=number, dtype=dtype)
         else:
             raise LoopMisused(

@@ -75,8 +75,7 @@ class CustomWorkload:
         self.settings = recipe.settings
         self.dtype: torch.dtype = getattr(torch, recipe.settings.dtype)
         self.optimizer_factory: OptimizerFactory = CustomOptimizerFactory(recipe)
-        sizes = (self.settings.microbatch, self.settings.batch)
-        self._open_train = partial(open_indexed, recipe.data, *sizes)
+        self._open_train = partial(open_indexed, recipe.data, self.settings)
         self.train = self._open_train()
         self.held_out = map_style(recipe.held_out(), "held_out") if recipe.held_out else None
         self.num_samples = len(self.train)
@@ -198,6 +197,8 @@ class CustomWorkload:
         recipe, settings = self.recipe, self.settings.reading
         if settings.num_readers and self._readers is None:
             reader = PassReader(self._open_train, recipe.collate, recipe.begin_reader)
+            if isinstance(self.train, Stream):  # each reader would iterate over all of it
+                settings = settings.model_copy(update={"num_readers": 1})
             self._readers = Readers(reader, settings)
 
     def read_ahead(self, passes: Iterable[Sequence[SeededSamples]]) -> None:
@@ -227,7 +228,7 @@ class CustomWorkload:
         """Read the microbatches of a pass; the random augmentation of each has its own seed."""
         request = request_of(parts)
         if self._readers is None:
-            value = self._reader.read(request)
+            value = self._reader.read(request, lambda sample: interrupt())
         else:
             value = self._readers.take(request, interrupt)
         num_samples = num_samples_of(request)

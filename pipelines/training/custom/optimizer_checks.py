@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from inspect import Parameter, signature, unwrap
 from typing import Any
 
@@ -15,7 +15,8 @@ from pipelines.training.workload.optimizer import (
     LocalOptimizer,
     OptimizerFactory,
     is_elementwise,
-    set_trial_rates,
+    kinds_of,
+    prepare_trial,
     state_shape,
     state_templates,
 )
@@ -37,7 +38,7 @@ def refuse_unfit(optimizer_factory: OptimizerFactory, num_dims: Mapping[str, int
 
     Raises `UserError` if its step fails, or if its steps differ from those of the run.
     """
-    weights, gradients = _trial(num_dims)
+    weights, gradients = _trial(optimizer_factory, num_dims)
     plain = _copied(weights)
     optimizer = optimizer_factory.build(list(plain.items()))
     kind = type(optimizer).__name__
@@ -46,7 +47,7 @@ def refuse_unfit(optimizer_factory: OptimizerFactory, num_dims: Mapping[str, int
             f"optimizer {kind}: its step needs a closure, which computes the loss again and again; "
             "a run computes it once a step, so choose another"
         )
-    set_trial_rates(optimizer)
+    prepare_trial(optimizer)
     numbers = _numbers_of(optimizer)
     try:
         for step_gradients in gradients:
@@ -75,30 +76,44 @@ def why_not_sharded(optimizer_factory: OptimizerFactory, num_dims: Mapping[str, 
     states = [value for template in templates.values() for value in template.values()]
     if any(value.ndim and not is_elementwise(value) for value in states):
         return WHOLE_PARAMETERS
-    weights, gradients = _trial(num_dims)
+    weights, gradients = _trial(optimizer_factory, num_dims)
     whole = _stepped(optimizer_factory, weights, gradients)
-    sizes = {name: weight.shape[0] // 2 for name, weight in weights.items() if weight.ndim}
-    halves = [
-        _stepped(
-            optimizer_factory,
-            {name: weights[name][half(size)] for name, size in sizes.items()},
-            [{name: step[name][half(size)] for name, size in sizes.items()} for step in gradients],
-        )
-        for half in (lambda n: slice(0, n), lambda n: slice(n, None))
-    ]
-    together = {name: torch.cat([half[name] for half in halves]) for name in sizes}
-    if _alike({name: whole[name] for name in sizes}, together):
-        return None
-    return WHOLE_PARAMETERS
+    for dim in range(2):
+        cut = [name for name, weight in weights.items() if weight.ndim > dim]
+        halves = [
+            _stepped(
+                optimizer_factory,
+                _half(weights, cut, dim, which),
+                [_half(step_gradients, cut, dim, which) for step_gradients in gradients],
+            )
+            for which in range(2)
+        ]
+        together = {name: torch.cat([half[name] for half in halves], dim) for name in cut}
+        if not _alike(together, whole):
+            return WHOLE_PARAMETERS
+    return None
+
+
+def _half(tensors: Weights, cut: Sequence[str], dim: int, which: int) -> Weights:
+    """These tensors, of which some are cut in two along a dim."""
+    halves = dict(tensors)
+    for name in cut:
+        halves[name] = tensors[name].tensor_split(2, dim)[which].clone()
+    return halves
 
 
 def why_not_split(optimizer_factory: OptimizerFactory, num_dims: Mapping[str, int]) -> str | None:
     """Why the parameters cannot be on different workers, or None."""
-    weights, gradients = _trial(num_dims)
-    together = _stepped(optimizer_factory, weights, gradients)
-    for name, weight in weights.items():
-        alone = [{name: step_gradients[name]} for step_gradients in gradients]
-        if not _alike(_stepped(optimizer_factory, {name: weight}, alone), together):
+    weights, gradients = _trial(optimizer_factory, num_dims)
+    steps = _stepped(optimizer_factory, weights, gradients)
+    names = list(weights)
+    for changed in (names[::2], names[1::2]):
+        others = [
+            {name: 3 * gradient if name in changed else gradient for name, gradient in step.items()}
+            for step in gradients
+        ]
+        beside_others = _stepped(optimizer_factory, weights, others)
+        if not _alike({name: steps[name] for name in set(names) - set(changed)}, beside_others):
             return (
                 "the optimizer's update of a parameter depends on other parameters, so each worker "
                 "needs all of them: use dp"
@@ -106,9 +121,14 @@ def why_not_split(optimizer_factory: OptimizerFactory, num_dims: Mapping[str, in
     return None
 
 
-def _trial(num_dims: Mapping[str, int]) -> tuple[Weights, list[Weights]]:
-    """Small parameters, and gradients of a few steps."""
-    shapes = {name: (*SHAPE, *[2] * ndim)[:ndim] for name, ndim in num_dims.items()}
+def _trial(
+    optimizer_factory: OptimizerFactory, num_dims: Mapping[str, int]
+) -> tuple[Weights, list[Weights]]:
+    """Small parameters, two of each kind, and gradients of a few steps."""
+    small = {name: torch.zeros([2] * ndim) for name, ndim in num_dims.items()}
+    kinds = kinds_of(optimizer_factory.build(list(small.items())), small)
+    names = [name for kind in kinds for name in kind[:2]]
+    shapes = {name: (*SHAPE, *[2] * num_dims[name])[: num_dims[name]] for name in names}
     gradients = [
         {name: _drawn(f"gradient {step}", name, shape) for name, shape in shapes.items()}
         for step in range(NUM_STEPS)
@@ -139,7 +159,7 @@ def _stepped(
     }
     for step_gradients in gradients:  # each in another generation, whose optimizer is another
         optimizer = LocalOptimizer(optimizer_factory, shards, state)
-        set_trial_rates(optimizer.optimizer)
+        prepare_trial(optimizer.optimizer)
         optimizer.step(step_gradients)
         live = optimizer.state()
         for name, own in state.items():

@@ -122,7 +122,7 @@ def state_templates(
     for name, template in templates.items():
         for key, value in template.items():
             _refuse_other_state(optimizer, name, key, value, small[name].shape)
-    kinds = _kinds(optimizer, small)
+    kinds = kinds_of(optimizer, small)
     some = {names[0]: num_dims[names[0]] for names in kinds}
     zeros = {
         name: {key: torch.zeros_like(value) for key, value in templates[name].items()}
@@ -150,7 +150,7 @@ def _stepped_once(
         name: torch.ones(tuple(range(2, 2 + ndim)), dtype=dtype) for name, ndim in num_dims.items()
     }
     optimizer = factory.build(list(small.items()))
-    set_trial_rates(optimizer)
+    prepare_trial(optimizer)
     for name, weight in small.items():
         weight.grad = torch.ones_like(weight)
         if states is not None:
@@ -159,14 +159,24 @@ def _stepped_once(
     return optimizer, small
 
 
-def set_trial_rates(optimizer: Optimizer) -> None:
-    """Let a trial step change parameters: a schedule may begin with a rate of 0."""
+def prepare_trial(optimizer: Optimizer) -> None:
+    """Let a trial step change parameters on the CPU: a schedule may begin with a rate of 0.
+
+    Raises `UserError` for groups without a learning rate.
+    """
     for group in optimizer.param_groups:
+        if "lr" not in group:
+            raise UserError(
+                f"optimizer {type(optimizer).__name__}: its groups have no lr, which a run "
+                "schedules and logs"
+            )
         rate = group["lr"]
         group["lr"] = torch.full_like(rate, TRIAL_RATE) if isinstance(rate, Tensor) else TRIAL_RATE
+        if "capturable" in group:
+            group["capturable"] = False  # for GPUs alone
 
 
-def _kinds(optimizer: Optimizer, small: Mapping[str, Tensor]) -> list[list[str]]:
+def kinds_of(optimizer: Optimizer, small: Mapping[str, Tensor]) -> list[list[str]]:
     """The names of the parameters of each number of dims in each group."""
     group_of = {
         parameter: number
