@@ -119,5 +119,10 @@ def num_rounds(num_microbatches: int, num_data_ranks: int) -> int:
 
 def microbatch_seed(run_seed: int, step: int, microbatch: int) -> int:
     """The random seed (63 bits) of one microbatch of a step; it does not depend on the rank."""
-    name = f"microbatch/{run_seed}/{step}/{microbatch}"
+    return keyed_seed("microbatch", run_seed, step, microbatch)
+
+
+def keyed_seed(*key: str | int) -> int:
+    """A random seed (63 bits) that depends on the key alone, on any machine."""
+    name = "/".join(map(str, key))
     return int.from_bytes(blake2b(name.encode(), digest_size=8).digest(), "little") >> 1

@@ -6,13 +6,13 @@ import random
 from collections import OrderedDict
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 import torch
 from torch.utils.data import IterableDataset
 
+from elastic.geometry.sample_order import keyed_seed
 from pipelines.errors import UserError
 from pipelines.reading.pass_reader import seed_host
 from pipelines.settings import TrainSettings
@@ -119,8 +119,7 @@ class Stream:
         )
 
     def _seed_with(self, what: str, number: int) -> None:
-        key = f"stream/{self._seed}/{what}/{number}".encode()
-        seed_host(int.from_bytes(blake2b(key, digest_size=8).digest()) >> 1)
+        seed_host(keyed_seed("stream", self._seed, what, number))
 
 
 def nothing() -> None:

@@ -25,9 +25,8 @@ def train(run: Run, dtype: torch.dtype = torch.float64) -> None:
     """Moves its model and its samples to the GPU itself, sets its rate by hand, scales its loss and
     uses its whole model between steps; two workers die."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model, _, loader = build(dtype)
+    model, optimizer, loader = build(dtype)
     model.to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=0.05, weight_decay=0.1)
     scaler = GradScaler(device.type, init_scale=1024.0, growth_interval=5)
     raw = model
     model, optimizer, scaler, loader = run.prepare(model, optimizer, scaler, loader)

@@ -8,7 +8,6 @@ import signal
 import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -51,6 +50,8 @@ class Rank:
     fake: FakeNccl | None
     device: torch.device = CPU
     measured: dict[str, float] = field(default_factory=dict)
+    has_raised: bool = False
+    """Whether the latest call that was expected to block has raised."""
 
     def formation(
         self, generation: int, members: tuple[str, ...], holders: tuple[str, ...] = ()
@@ -92,13 +93,17 @@ class Rank:
                 break
             thread.join(REPEAT_ABORT_S)
         self.measured["blocked_s"] = time.monotonic() - began
+        assert self.has_raised or self.device.type == "cuda", "NCCL may also return, with garbage"
         formation.abort()
         formation.dissolve()
 
     def _call(self, call: Callable[[], object]) -> None:
-        with suppress(RuntimeError):  # NCCL may also return, with garbage
+        self.has_raised = False
+        try:
             call()
             self.synchronize()
+        except RuntimeError:
+            self.has_raised = True
 
     def meet(self, name: str, num_ranks: int) -> None:
         """Wait for the other processes, beside all groups."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import loops
 import pytest
@@ -23,6 +24,7 @@ def run_habit(
     outcome: str = "completed",
     layout: str = "dp=2,fsdp=2",
     module: ModuleType = script_habits,
+    **options: Any,
 ) -> Outcome:
     """A run in which workers die and others join, so that the layout changes."""
     (marks := folder / "marks").mkdir()
@@ -33,6 +35,7 @@ def run_habit(
         layout=layout,
         recipe=f"{module.__file__}:{name}",
         environment={loops.FOLDER: str(marks)},
+        **options,
     )
     assert run.stopped.outcome == outcome, run.stopped
     assert_no_step_repeated(run)

@@ -14,14 +14,7 @@ from pipelines.observe.history.formatting import by_number, duration, shortened
 from pipelines.observe.history.goodput import TimeSplit
 from pipelines.observe.history.history import History
 from pipelines.observe.history.run_events import RunEvent
-from pipelines.observe.view.facts import (
-    ago,
-    events_table,
-    speed,
-    step_parts,
-    steps,
-    world,
-)
+from pipelines.observe.view.facts import ago, events_table, speed, step_parts, steps, world
 
 NUM_EVENTS = 10
 MAX_WORKERS_SHOWN = 40

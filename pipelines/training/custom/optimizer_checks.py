@@ -24,7 +24,7 @@ from pipelines.training.workload.seeds import keyed_generator
 
 NUM_STEPS = 2
 SHAPE = (4, 3, 2)
-"""The first sizes of the trial tensors, whose halves along dim 0 are also stepped separately."""
+"""The first sizes of the trial tensors, whose halves along dims 0 and 1 are stepped, too."""
 TOLERANCE = 1e-9
 WHOLE_PARAMETERS = (
     "the optimizer's update of an element depends on others of the same parameter (as with Muon, "

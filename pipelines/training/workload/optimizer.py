@@ -131,8 +131,10 @@ def state_templates(
     from_zeros, others = _stepped_once(optimizer_factory, some, dtype, zeros)
     for names in kinds:
         own, other = small[names[0]], others[names[0]]
-        states = optimizer.state[own], from_zeros.state[other]
-        if not torch.equal(own, other) or not _are_equal(*states):
+        pairs = [(own, other)]
+        keys = zeros[names[0]]
+        pairs += [(optimizer.state[own][key], from_zeros.state[other][key]) for key in keys]
+        if not all(torch.equal(*pair) for pair in pairs):
             for name in names:
                 templates[name][BEGUN] = torch.zeros(())
     return templates
@@ -187,10 +189,6 @@ def kinds_of(optimizer: Optimizer, small: Mapping[str, Tensor]) -> list[list[str
     for name, weight in small.items():
         kinds.setdefault((group_of[weight], weight.ndim), []).append(name)
     return list(kinds.values())
-
-
-def _are_equal(state: Mapping[str, Any], other: Mapping[str, Any]) -> bool:
-    return all(torch.equal(other[key], value) for key, value in state.items() if key in other)
 
 
 def _refuse_other_state(

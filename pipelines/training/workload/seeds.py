@@ -3,19 +3,18 @@
 from __future__ import annotations
 
 import random
-from hashlib import blake2b
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Generator
 
+from elastic.geometry.sample_order import keyed_seed
+
 
 def keyed_generator(*key: str | int) -> Generator:
     """A host generator whose stream depends on the key alone, on any machine."""
-    text = "/".join(str(part) for part in key)
-    digest = blake2b(text.encode(), digest_size=8).digest()
-    return Generator().manual_seed(int.from_bytes(digest, "little") >> 1)
+    return Generator().manual_seed(keyed_seed(*key))
 
 
 def forward_seed(seed: int) -> int:
