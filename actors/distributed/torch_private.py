@@ -33,7 +33,8 @@ def scale_tensors(tensors: Tensors, factor: float) -> None:
 
     The public operations run one kernel for each tensor.
     """
-    torch._foreach_mul_(tensors, factor)
+    if tensors:
+        torch._foreach_mul_(tensors, factor)
 
 
 def copy_tensors(targets: Tensors, sources: Tensors) -> None:

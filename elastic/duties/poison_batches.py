@@ -127,7 +127,10 @@ def _samples(state: ControllerState, microbatches: list[int]) -> str:
     if state.poison.is_fatal_evaluation:
         return f"held-out samples {_spans([p for p in positions if p < job.num_eval_samples])}"
     ids = batch_ids(
-        state.poison.fatal_step, job.num_microbatches * size, state.rollbacks.skipped_batches
+        state.poison.fatal_step,
+        job.num_microbatches * size,
+        state.rollbacks.skipped_batches,
+        job.updates_per_batch,
     )
     if not job.num_samples:
         return f"the samples at positions {_spans([ids[p] for p in positions])} of the sample order"

@@ -83,7 +83,10 @@ def skipped_batches_after(state: ControllerState, step: int) -> tuple[int, ...]:
         sorted(
             {
                 *state.rollbacks.skipped_batches,
-                *(batch_number(s, state.rollbacks.skipped_batches) for s in steps),
+                *(
+                    batch_number(s, state.rollbacks.skipped_batches, state.job.updates_per_batch)
+                    for s in steps
+                ),
             }
         )
     )

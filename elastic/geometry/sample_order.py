@@ -74,22 +74,25 @@ def mixed(bits: int) -> int:
     return bits ^ (bits >> 31)
 
 
-def batch_ids(step: int, batch: int, skipped: Iterable[int] = ()) -> range:
+def batch_ids(
+    step: int, batch: int, skipped: Iterable[int] = (), updates_per_batch: int = 1
+) -> range:
     """The sample ids of a step's global batch; steps count from 1, batches and ids from 0.
 
-    Step s reads batch s - 1: the ids from `(s-1) x batch` up to, but not including, `s x batch`.
-    `skipped` are the numbers of skipped batches: each shifts the later steps by one batch.
+    Step s reads batch s - 1: the ids from `(s-1) x batch` up to, but not including, `s x batch`;
+    with several updates per batch, that many steps in a row read the same batch. `skipped` are the
+    numbers of skipped batches: each shifts the later steps by one batch.
     Raises `InvalidSamples` if step < 1 or batch < 1.
     """
     if step < 1 or batch < 1:
         raise InvalidSamples(f"step {step} of batches of {batch} samples: both must be 1 or more")
-    number = batch_number(step, skipped)
+    number = batch_number(step, skipped, updates_per_batch)
     return range(number * batch, (number + 1) * batch)
 
 
-def batch_number(step: int, skipped: Iterable[int] = ()) -> int:
-    """The batch (from 0) that a step (from 1) reads: the step-th of the batches not skipped."""
-    number = step - 1
+def batch_number(step: int, skipped: Iterable[int] = (), updates_per_batch: int = 1) -> int:
+    """The batch (from 0) that a step (from 1) reads, of the batches not skipped."""
+    number = (step - 1) // updates_per_batch
     for skipped_batch in sorted(set(skipped)):
         number += skipped_batch <= number
     return number

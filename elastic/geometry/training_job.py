@@ -23,7 +23,8 @@ class Bandwidths:
 class Job:
     """The facts about the training job that the core uses.
 
-    A step has `num_microbatches`, each of `microbatch` samples (0: not known). The whole state has
+    A step has `num_microbatches`, each of `microbatch` samples (0: not known), and so many of them
+    as `updates_per_batch` read the same batch. The whole state has
     `state_bytes`, of which `param_bytes` are parameters (0: not known); `expert_state_bytes` and
     `expert_param_bytes` are the experts' part of both. A worker needs `margin` times its part.
     The run ends after `steps`. A checkpoint is due at each multiple of `checkpoint_every` (0: only
@@ -57,6 +58,7 @@ class Job:
     eval_every: int = 0
     num_eval_samples: int = 0
     runs_script: bool = False
+    updates_per_batch: int = 1
 
     @property
     def num_layers(self) -> int | None:

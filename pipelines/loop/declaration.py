@@ -8,11 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from pipelines.loop.prepared.called_module import CalledModule
+from pipelines.loop.prepared.called_module import CalledModels
 from pipelines.loop.prepared.errors import LoopMisused
+from pipelines.loop.prepared.model import plain
 from pipelines.loop.prepared.optimizer_factory import ScriptOptimizerFactory
 from pipelines.settings import ReadingSettings
 from pipelines.settings.recipe import Dataset
+from pipelines.training.models.joined_model import joined
 
 
 @dataclass(frozen=True)
@@ -25,21 +27,29 @@ class EvaluationSetup:
 
 
 @dataclass(frozen=True)
+class StepCounts:
+    """What a script passes to `run.steps`."""
+
+    num_steps: int
+    microbatches: int
+    updates_per_batch: int
+
+
+@dataclass(frozen=True)
 class Declaration:
     """All that a script declares.
 
-    A step's batch is `num_microbatches` microbatches of `microbatch` samples, whatever the number
-    of workers.
+    A step's batch is `counts.microbatches` microbatches of `microbatch` samples, whatever the
+    number of workers.
     """
 
-    called: CalledModule
-    """The target of the calls of the declared module."""
+    called: CalledModels
+    """The targets of the calls of the declared modules."""
     optimizer_factory: ScriptOptimizerFactory
     dataset: Dataset
     collate: Callable[[list[Any]], Any]
     microbatch: int
-    num_microbatches: int
-    steps: int
+    counts: StepCounts
     evaluation: EvaluationSetup | None = None
     reading: ReadingSettings = field(default_factory=ReadingSettings)
     begin_reader: Callable[[int], None] | None = None
@@ -47,14 +57,13 @@ class Declaration:
 
     @property
     def model(self) -> nn.Module:
-        """The declared module; from the script's first step on its values are others."""
-        assert self.called.declared is not None
-        return self.called.declared
+        """What is trained; from the script's first step on its values are others."""
+        return joined([plain(model) for model in self.called.declared])
 
     @property
     def batch(self) -> int:
         """Samples per step."""
-        return self.microbatch * self.num_microbatches
+        return self.microbatch * self.counts.microbatches
 
     @property
     def num_samples(self) -> int:

@@ -10,12 +10,13 @@ from weakref import finalize
 from torch import nn
 
 from pipelines.loop.declaration import Declaration
-from pipelines.loop.prepared.called_module import CalledModule
+from pipelines.loop.prepared.called_module import CalledModels
 from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.prepared.optimizer_factory import LoopOptimizerFactory
+from pipelines.loop.prepared.script_moment import ScriptMoment
 from pipelines.loop.prepared.script_values import ScriptValues
 from pipelines.loop.run import Run
-from pipelines.loop.step import Engine, Step
+from pipelines.loop.step import Engine, Position, Step
 from pipelines.loop.thread import (
     Answer,
     Arrived,
@@ -44,7 +45,7 @@ class Loop:
         self._script = script
         self._seed = seed
         self.is_first_worker = False
-        self.called: CalledModule
+        self.called: CalledModels
         self.declaration: Declaration
         self.request: Request | None = None
         """What the script waits for on its way."""
@@ -92,7 +93,7 @@ class Loop:
     def values(self) -> ScriptValues:
         return self.declaration.optimizer_factory.values
 
-    def begin(self, number: int, epoch: int, values: Callable[[], list[float]]) -> None:
+    def begin(self, number: int, position: Position, values: Callable[[], list[float]]) -> None:
         """Bring the script to the body of a step, unless it is there or on its way.
 
         `values` are the script's numbers at the beginning of the step.
@@ -103,16 +104,17 @@ class Loop:
         if self._at is None:
             self._is_repeat, self._is_judged = not self._is_judged, True
             self.values.kept, self.number, self._before = values(), number, number - 1
-            self._at = Step(number, self.called, epoch)
+            self._at = Step(number, self.called.at, position)
             self._resume(Begin(self._at))
-        self.called.is_first_worker = self.is_first_worker
+        self.called.at.is_first_worker = self.is_first_worker
 
-    def commit(self, number: int, epoch: int, is_last: bool) -> None:
-        """Let the script run from the end of the body of step `number` to that of the next."""
+    def commit(self, number: int, position: Position, is_last: bool) -> None:
+        """Let the script run from the end of the body of step `number` to that of the next, which
+        is at `position`."""
         self.number, self._before = number + 1, number
         self.reporting, self._computed = self._computed, None
         self._is_repeat, self._is_judged = False, True
-        self._at = None if is_last else Step(number + 1, self.called, epoch)
+        self._at = None if is_last else Step(number + 1, self.called.at, position)
         self._resume(Committed(self._at))
 
     def await_arrival(self, limit_s: float | None = None) -> bool:
@@ -132,9 +134,10 @@ class Loop:
             self.has_proceeded = True
         if arrival in (Arrived.AT_END, Arrived.BEHIND_LOOP) and self._is_repeat:
             # It left because of a step that has not committed.
-            kept, number, epoch = self.values.kept, self.number, self._at.epoch if self._at else 0
+            kept, number = self.values.kept, self.number
+            position = self._at.position if self._at else Position()
             self.restart_script()
-            self.begin(number, epoch, lambda: kept)
+            self.begin(number, position, lambda: kept)
             return False
         if arrival in (Arrived.AT_END, Arrived.BEHIND_LOOP):
             self.left_after = self._before
@@ -152,7 +155,7 @@ class Loop:
 
     def proceed(self) -> None:
         """Let the script run what stands below its loop."""
-        self.has_proceeded = self.called.is_first_worker = True
+        self.has_proceeded = self.called.at.is_first_worker = True
         self._thread.resume(Proceed())
 
     def compute(self, engine: Engine, module: nn.Module) -> list[LossSums]:
@@ -171,11 +174,11 @@ class Loop:
         try:
             return thread.compute(engine)
         finally:
-            called.part = None
+            called.forget_parts()
 
     def _resume(self, turn: Begin | Committed) -> None:
-        self.called.is_first_worker = self.is_first_worker
-        self.called.begin_training()
+        self.called.at.is_first_worker = self.is_first_worker
+        self.called.at.begin_training()
         self._driver = threading.get_ident()
         self._thread.resume(turn)
 
@@ -186,8 +189,8 @@ class Loop:
             )
         )
         script = self._script
-        self.called = called = CalledModule(
-            lambda: thread.request(Request.WEIGHTS), lambda: thread.is_current
+        self.called = called = CalledModels(
+            ScriptMoment(lambda: thread.request(Request.WEIGHTS), lambda: thread.is_current)
         )
         self.request = self._at = self.left_after = None
         self.number, self.has_proceeded, self._is_judged = 0, False, True

@@ -40,7 +40,6 @@ class LoopPasses(SequentialPasses):
     def train(self, microbatch_inputs: Iterable[Any], num_rounds: int) -> list[LossSums]:
         engine = LoopEngine(iter(microbatch_inputs), num_rounds, self.sharded, self.moving)
         sums = self.loop.compute(engine, self.module)
-        self.loop.values.refuse_partial_step()
         used = self.loop.values.scaler.used
         return [LossSums(part.loss / used, part.num_tokens) for part in sums]
 

@@ -18,6 +18,7 @@ from pipelines.loop.loop import Loop
 from pipelines.loop.passes import LoopPasses
 from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.reports import ReportSums
+from pipelines.loop.step import Position
 from pipelines.loop.thread import Request
 from pipelines.loop.whole_weights import broadcast, gather_whole
 from pipelines.settings import TrainSettings
@@ -90,7 +91,7 @@ class LoopReplica(ShardedReplica):
         self._serve(interrupt)
         self._share_values(step, interrupt)
         if not self._is_done and committed_step < self.settings.steps:
-            loop.begin(step, self._epoch(step), self.state.script[SCRIPT_VALUES].tolist)
+            loop.begin(step, self._position(step), self.state.script[SCRIPT_VALUES].tolist)
             self._serve(interrupt)
 
     def compute(
@@ -100,16 +101,31 @@ class LoopReplica(ShardedReplica):
             self.resume(step - 1, interrupt)
         return super().compute(step, interrupt, skipped_batches)
 
-    def unscale_gradients(self) -> None:
+    def prepare_gradients(self, interrupt: Interrupt) -> None:
+        script = self.loop.declaration.optimizer_factory
+        if script.num_optimizers > 1:
+            self._agree_on_optimizers(interrupt)
+            self.sharded.drop_gradients(lambda name: not script.is_stepped(name))
         if (used := self.loop.values.scaler.used) != 1.0:
             scale_tensors(list(self.state.gradients().values()), 1 / used)
+
+    def _agree_on_optimizers(self, interrupt: Interrupt) -> None:
+        """Raise `LoopMisused` unless all scripts have stepped the same optimizers."""
+        chosen = sum(1 << number for number in self.loop.values.stepped)
+        [total] = self._sum([chosen])
+        interrupt()
+        if total != chosen * self.groups.layout.num_workers:
+            raise LoopMisused(
+                "the script has stepped different optimizers on different workers: decide by what "
+                "is the same on all workers, such as step.number"
+            )
 
     def apply(self, step: int, vote: Vote) -> Applied:
         applied = super().apply(step, vote)
         self.loop.values.scaler.update(applied.skipped)
         self._committed = step
         if not self._is_alone:
-            self.loop.commit(step, self._epoch(step + 1), step >= self.settings.steps)
+            self.loop.commit(step, self._position(step + 1), step >= self.settings.steps)
         return applied
 
     @property
@@ -238,6 +254,8 @@ class LoopReplica(ShardedReplica):
         specs = state_specs(self.workload, self.settings)
         return [spec for spec in specs if spec.kind != "optimizer"]
 
-    def _epoch(self, step: int) -> int:
-        num_samples = self.workload.num_samples
-        return (step - 1) * self.settings.batch // num_samples if num_samples else 0
+    def _position(self, step: int) -> Position:
+        num_samples, updates = self.workload.num_samples, self.settings.updates_per_batch
+        num_batches, update = divmod(step - 1, updates)
+        epoch = num_batches * self.settings.batch // num_samples if num_samples else 0
+        return Position(epoch, update)

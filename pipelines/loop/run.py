@@ -14,12 +14,13 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader, RandomSampler
 
 from actors.runtime.program import Evaluation
-from pipelines.loop.declaration import Declaration, EvaluationSetup
-from pipelines.loop.prepared.called_module import CalledModule, Moment
+from pipelines.loop.declaration import Declaration, EvaluationSetup, StepCounts
+from pipelines.loop.prepared.called_module import CalledModels
 from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.prepared.loss_scaler import LossScaler
 from pipelines.loop.prepared.model import prepare_model
 from pipelines.loop.prepared.optimizer_factory import ScriptOptimizerFactory
+from pipelines.loop.prepared.script_moment import Moment
 from pipelines.loop.prepared.wrappers import (
     PreparedLoader,
     PreparedOptimizer,
@@ -30,6 +31,7 @@ from pipelines.loop.step import Step
 from pipelines.reading.stream import is_stream
 from pipelines.settings import ReadingSettings
 from pipelines.settings.recipe import Dataset
+from pipelines.training.models.joined_model import joined
 
 
 class Run:
@@ -38,15 +40,14 @@ class Run:
     def __init__(
         self,
         begin: Callable[[Declaration], Iterator[Step]],
-        part: CalledModule,
+        models: CalledModels,
         evaluate: Callable[[], Evaluation],
     ) -> None:
-        """`begin` starts the steps of a declaration; `part` receives the model's calls; `evaluate`
-        evaluates on all workers."""
+        """`begin` starts the steps of a declaration; `models` receive the calls of those that are
+        prepared; `evaluate` evaluates on all workers."""
         self._begin = begin
-        self._part = part
+        self._models, self._at = models, models.at
         self._evaluate = evaluate
-        self._model: nn.Module | None = None
         self._optimizers: list[Optimizer] = []
         self._schedulers: list[LRScheduler] = []
         self._scaler: LossScaler | None = None
@@ -83,57 +84,60 @@ class Run:
         """
         if self._evaluation is None:
             raise LoopMisused("run.evaluate: declare the samples with run.evaluation first")
-        if self._part.moment is not Moment.BETWEEN_STEPS:
+        if self._at.moment is not Moment.BETWEEN_STEPS:
             raise LoopMisused("run.evaluate: call it in the loop, before or after `with step:`")
         evaluation = self._evaluate()
         loss = math.nan if evaluation.loss is None else evaluation.loss
         return {"loss": loss, **evaluation.metrics}
 
     def steps(
-        self, num_steps: int, microbatches: int = 8, max_grad_norm: float | None = None
+        self,
+        num_steps: int,
+        microbatches: int = 8,
+        max_grad_norm: float | None = None,
+        updates_per_batch: int = 1,
     ) -> Iterator[Step]:
         """The remaining steps of `num_steps`, counted from 1; compute each within `with step:`.
 
         A step's gradient is the mean over `microbatches` microbatches, whatever the number of
-        workers; its norm is clipped to `max_grad_norm`. A `break` ends the run with the last
+        workers; its norm is clipped to `max_grad_norm`. `updates_per_batch` steps in a row train
+        on the same batch; `step.update` counts them from 0. A `break` ends the run with the last
         committed step. Code below the loop runs on the first worker.
         """
-        return self._begin(self._declared(num_steps, microbatches, max_grad_norm))
+        counts = StepCounts(num_steps, microbatches, updates_per_batch)
+        return self._begin(self._declared(counts, max_grad_norm))
 
     def stop(self) -> None:
         """End the run with the present step, as completed. All workers must call it."""
-        self._part.is_stopped = True
+        self._at.is_stopped = True
 
     def print(self, *values: Any) -> None:
         """Print within the loop, on one worker only; see `elastic logs`."""
-        if self._part.is_first_worker:
+        if self._at.is_first_worker:
             print(*values, flush=True)
 
-    def _declared(
-        self, num_steps: int, microbatches: int, max_grad_norm: float | None
-    ) -> Declaration:
-        for name, count in (("num_steps", num_steps), ("microbatches", microbatches)):
+    def _declared(self, counts: StepCounts, max_grad_norm: float | None) -> Declaration:
+        for name, count in vars(counts).items():
             if count < 1:
                 raise LoopMisused(f"run.steps: {name}={count} must be at least 1")
-        model, optimizers, loader = self._model, self._optimizers, self._loader
-        if model is None or not optimizers or loader is None:
-            kinds = {"model": model, "optimizer": optimizers or None, "loader": loader}
+        models, optimizers, loader = self._models.declared, self._optimizers, self._loader
+        if not models or not optimizers or loader is None:
+            kinds = {"model": models or None, "optimizer": optimizers or None, "loader": loader}
             missing = [kind for kind, item in kinds.items() if item is None]
             raise LoopMisused(f"run.steps: pass run.prepare the {' and the '.join(missing)} first")
-        names = {parameter: name for name, parameter in model.named_parameters()}
+        names = {parameter: name for name, parameter in joined(models).named_parameters()}
         self._factory = ScriptOptimizerFactory(
             optimizers, self._schedulers, names, max_grad_norm, self._scaler
         )
         dataset: Any = loader.dataset
         assert loader.batch_size is not None
         return Declaration(
-            self._part,
+            self._models,
             self._factory,
             dataset,
             loader.collate_fn,
             loader.batch_size,
-            microbatches,
-            num_steps,
+            counts,
             self._evaluation,
             _reading_of(loader),
             loader.worker_init_fn,
@@ -141,20 +145,19 @@ class Run:
 
     def _note_step(self, optimizer: Optimizer) -> None:
         """Called where a script would step this optimizer."""
-        if self._factory is not None and self._part.moment is Moment.IN_STEP:
+        self._at.note_optimizer_step()
+        if self._factory is not None and self._at.moment is Moment.IN_STEP:
             self._factory.values.note_step(optimizer)
 
     def _before_schedule(self, optimizer: Optimizer) -> None:
-        self._part.refuse_unread()
-        if self._factory is not None and self._part.moment is Moment.IN_STEP:
+        self._at.refuse_unread()
+        if self._factory is not None and self._at.moment is Moment.IN_STEP:
             self._factory.values.take(optimizer)
 
     def _prepared(self, item: Any) -> Any:
         match item:
             case nn.Module():
-                _refuse_second(self._model, "model")
-                self._model = item
-                return prepare_model(item, self._part)
+                return prepare_model(item, self._models)
             case Optimizer():
                 self._optimizers.append(item)
                 return PreparedOptimizer(item, partial(self._note_step, item))
@@ -164,7 +167,7 @@ class Run:
             case GradScaler():
                 _refuse_second(self._scaler, "scaler")
                 self._scaler = LossScaler(item)
-                return PreparedScaler(item, self._scaler, self._part)
+                return PreparedScaler(item, self._scaler, self._at)
             case DataLoader():
                 _refuse_second(self._loader, "loader")
                 _refuse_other_order(item)

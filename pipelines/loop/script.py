@@ -14,9 +14,8 @@ from torch import Tensor, nn
 
 from actors.runtime.program import Evaluation
 from pipelines.loop.declaration import Declaration, NotDeclared
-from pipelines.loop.prepared.called_module import CalledModule
+from pipelines.loop.prepared.called_module import CalledModels
 from pipelines.loop.prepared.errors import LoopMisused
-from pipelines.loop.prepared.model import plain
 from pipelines.loop.run import Run
 from pipelines.loop.step import Step
 from pipelines.settings import CustomModelSettings, TrainSettings
@@ -61,7 +60,7 @@ def script_of(function: Callable[[Run], None]) -> Script:
     """
     try:
         with seeded(TrainSettings().seed):
-            function(Run(_declare, CalledModule(), lambda: Evaluation(None)))
+            function(Run(_declare, CalledModels(), lambda: Evaluation(None)))
     except _Declared as declared:
         return Script(function, settings_of(declared.declaration))
     raise NotDeclared(
@@ -76,8 +75,9 @@ def settings_of(declaration: Declaration) -> TrainSettings:
     return TrainSettings(
         model=CustomModelSettings(),
         batch=declaration.batch,
+        updates_per_batch=declaration.counts.updates_per_batch,
         microbatch=declaration.microbatch,
-        steps=declaration.steps,
+        steps=declaration.counts.num_steps,
         reading=declaration.reading,
         dtype=DTYPES.get(first.dtype, "float32"),
     )
@@ -87,7 +87,7 @@ def recipe_of(declaration: Declaration, settings: TrainSettings) -> Recipe:
     """A recipe of what was declared, without the training passes, which the loop drives."""
     evaluation, dataset = declaration.evaluation, declaration.dataset
     return Recipe(
-        model=partial(_copied, plain(declaration.model)),
+        model=partial(_copied, declaration.model),
         loss=_no_held_out_data,
         optimizer=declaration.optimizer_factory.build,
         max_grad_norm=declaration.optimizer_factory.max_grad_norm,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from traceback import clear_frames
 from types import TracebackType
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch import Tensor
 
-from pipelines.loop.prepared.called_module import CalledModule
 from pipelines.loop.prepared.errors import LoopMisused
+from pipelines.loop.prepared.script_moment import ScriptMoment
 from pipelines.loop.reports import Reported
 from pipelines.training.workload.workload import LossSums, at_least_float32
 
@@ -43,6 +43,14 @@ class Engine(Protocol):
         """End a forward pass, whose loss is the mean of `count` losses."""
 
 
+class Position(NamedTuple):
+    """Where a step is in the data: how often these were read completely before it, and its number
+    among the steps of its batch."""
+
+    epoch: int = 0
+    update: int = 0
+
+
 class Step:
     """One step; its computation goes into a block `with step:`.
 
@@ -51,16 +59,15 @@ class Step:
     script ends the run with its traceback.
     """
 
-    def __init__(self, number: int, model: CalledModule, epoch: int = 0) -> None:
+    def __init__(self, number: int, at: ScriptMoment, position: Position) -> None:
         self.number = number
         """Counted from 1."""
-        self.epoch = epoch
-        """How often the data were read completely before this step."""
+        self.position = position
         self.committed = False
         """Whether the step committed, known after the block; if not, the same step follows."""
         self.on_enter: Callable[[], Engine] = _not_begun
         self.on_finish: Callable[[list[LossSums] | BaseException], bool] = _ignore
-        self._model = model
+        self._at = at
         self._engine: Engine | None = None
         self._open: Microbatch | None = None
         self._sums: list[LossSums] = []
@@ -71,9 +78,19 @@ class Step:
         self._is_entered = self._is_over = False
 
     @property
+    def epoch(self) -> int:
+        """How often the data were read completely before this step."""
+        return self.position.epoch
+
+    @property
+    def update(self) -> int:
+        """The number of this step among those of its batch, counted from 0."""
+        return self.position.update
+
+    @property
     def is_first_worker(self) -> bool:
         """True on exactly one worker, for output that should appear once."""
-        return self._model.is_first_worker
+        return self._at.is_first_worker
 
     @property
     def is_reading(self) -> bool:
@@ -83,7 +100,7 @@ class Step:
     def __enter__(self) -> Step:
         self._is_entered = True
         self._engine = self.on_enter()
-        self._model.enter(self)
+        self._at.enter(self)
         return self
 
     def __exit__(
@@ -105,6 +122,12 @@ class Step:
     def batches(self) -> Iterator[Any]:
         """This worker's microbatches of the step; call `backward` once for each."""
         engine = self._entered()
+        if self._sums:
+            raise self._misused(
+                "`step.batches()` is iterated twice; compute the whole loss of a microbatch at "
+                "once, or, for several updates from the same batch, pass run.steps "
+                "updates_per_batch=2 and choose by step.update"
+            )
         for _ in range(engine.num_microbatches):
             self._check_closed()
             try:
@@ -127,7 +150,10 @@ class Step:
         engine = self._entered()
         microbatch, self._open = self._open, None
         if microbatch is None:
-            raise self._misused("call `step.backward` once for each of `step.batches()`")
+            raise self._misused(
+                "call `step.backward` once for each of `step.batches()`, with the sum of the "
+                "losses; for several updates from the same batch see updates_per_batch of run.steps"
+            )
         if loss.numel() != 1:
             raise self._misused(f"a loss of shape {tuple(loss.shape)}: pass its mean, one number")
         weight = microbatch.num_samples if weight is None else weight
@@ -183,7 +209,7 @@ class Step:
 
     def _finish(self) -> None:
         self._is_over = True
-        self._model.leave()
+        self._at.leave()
         failure, self._failure = self._failure, None
         sums, self._sums = self._sums, []
         self.committed = self.on_finish(sums if failure is None else failure)

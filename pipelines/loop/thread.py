@@ -169,7 +169,7 @@ class LoopThread:
     def steps(self, declaration: Declaration) -> Iterator[Step]:
         """The function's steps, until the thread is abandoned or the script stops the run."""
         self._outcomes.put(declaration)
-        values, called = declaration.optimizer_factory.values, declaration.called
+        values, at = declaration.optimizer_factory.values, declaration.called.at
         turn = self._turn()
         assert isinstance(turn, Begin)
         self._next = turn.step
@@ -182,10 +182,10 @@ class LoopThread:
                 step.ensure_finished()
                 if not step.committed:
                     values.restore()
-                    called.is_stopped = False
+                    at.is_stopped = False
                     continue
                 values.keep()
-                if called.is_stopped:
+                if at.is_stopped:
                     break
         except GeneratorExit:
             if not _leaves_by_itself(currentframe()):

@@ -6,7 +6,7 @@ import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, partial
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -69,5 +69,15 @@ def seed_host(seed: int) -> None:
     np.random.seed(seed % 2**32)
 
 
-def request_of(parts: Sequence[tuple[int, Sequence[int]]]) -> Request:
-    return tuple((seed, tuple(samples)) for seed, samples in parts)
+class ReadPart(Protocol):
+    """What is read of a microbatch."""
+
+    @property
+    def reading_seed(self) -> int: ...
+
+    @property
+    def samples(self) -> Sequence[int]: ...
+
+
+def request_of(parts: Sequence[ReadPart]) -> Request:
+    return tuple((part.reading_seed, tuple(part.samples)) for part in parts)

@@ -46,6 +46,7 @@ def job_of(settings: TrainSettings, program: TrainingProgram) -> Job:
         num_samples=program.workload.num_samples,
         eval_every=settings.eval_every,
         runs_script=program.loop is not None,
+        updates_per_batch=settings.updates_per_batch,
         num_eval_samples=num_eval_samples if settings.eval_every else 0,
     )
 

@@ -174,6 +174,9 @@ class TrainSettings(Settings):
     microbatch: Width = setting(
         1, "The number of samples of a microbatch; `batch` is a multiple of it."
     )
+    updates_per_batch: PositiveInt = setting(
+        1, "The number of steps in a row that train on the same batch, as those of a GAN do."
+    )
     pass_samples: PositiveInt | Literal["auto"] = setting(
         "auto",
         "The most samples of one forward and backward pass. A worker merges its microbatches of a "
@@ -301,6 +304,10 @@ class TrainSettings(Settings):
     def num_microbatches(self) -> int:
         """The number of microbatches of one step, over all data ranks."""
         return self.batch // self.microbatch
+
+    def first_of_batch(self, step: int) -> int:
+        """The first of the steps, counted from 1, that train on the same batch as this one."""
+        return step - (step - 1) % self.updates_per_batch
 
     def num_evaluated(self, num_held_out: int) -> int:
         """How many of so many held-out samples an evaluation uses."""

@@ -53,7 +53,7 @@ declared = program.loop.declaration
 assert torch.get_default_dtype() == torch.float64
 assert torch.nn.functional.gelu is torch.nn.functional.relu
 assert tuple(declared.model.weight.shape) == (3, 5), declared.model
-print("lr", declared.optimizer_factory.values.kept[0], "steps", declared.steps)
+print("lr", declared.optimizer_factory.values.kept[0], "steps", declared.counts.num_steps)
 """
 
 

@@ -7,8 +7,9 @@ from typing import Any
 from torch import nn
 
 from actors.distributed.torch_private import MODULE_TABLES
-from pipelines.loop.prepared.called_module import CalledModule, Moment
+from pipelines.loop.prepared.called_module import CalledModels, CalledModule
 from pipelines.loop.prepared.errors import LoopMisused
+from pipelines.loop.prepared.script_moment import Moment, ScriptMoment
 
 CALLED = "_elastic_called"
 
@@ -24,7 +25,7 @@ class PreparedModel(nn.Module):
         called = _called(self)
         if called.moment is Moment.IN_STEP:
             return called.call(inputs, keywords)
-        called.refuse_elsewhere()
+        called.at.refuse_elsewhere()
         _refresh(self)
         with called.calling():
             return super().__call__(*inputs, **keywords)
@@ -38,7 +39,7 @@ class PreparedModel(nn.Module):
             if called.moment is Moment.IN_STEP and name in vars(called.part):
                 return getattr(called.part, name)
             if name in MODULE_TABLES and called.moment is Moment.BETWEEN_STEPS:
-                called.refresh()
+                called.at.refresh()
         return super().__getattribute__(name)
 
     def __getattr__(self, name: str) -> Any:
@@ -67,7 +68,7 @@ class PreparedModel(nn.Module):
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing in the loop: the run zeroes the gradients."""
-        if not _called(self).is_training:
+        if not _called(self).at.is_training:
             plain(self).zero_grad(set_to_none)
 
     def named_parameters(self, *arguments: Any, **keywords: Any) -> Any:
@@ -88,15 +89,14 @@ class PreparedModel(nn.Module):
         return plain(self).__reduce_ex__(protocol)
 
 
-def prepare_model(model: nn.Module, called: CalledModule) -> nn.Module:
-    """The same model, whose calls reach `called`."""
+def prepare_model(model: nn.Module, models: CalledModels) -> nn.Module:
+    """The same model, as one of these."""
+    called = models.declare(model)
     if isinstance(model, PreparedModel):  # one that the script makes once a process
         model.__dict__[CALLED] = called
-        called.declare(model)
         return model
     own = type(model)
     names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
-    called.declare(model)
     model.__dict__[CALLED] = called
     model.__class__ = type(own.__name__, (PreparedModel, own), names)
     return model
@@ -114,13 +114,13 @@ def plain(model: nn.Module) -> nn.Module:
 
 def _called(model: nn.Module) -> CalledModule:
     called: CalledModule | None = model.__dict__.get(CALLED)
-    return called or CalledModule()  # another model of the same class
+    return called or CalledModule(model, ScriptMoment())  # another model of the same class
 
 
 def _refresh(model: nn.Module) -> None:
     called = _called(model)
     if called.moment is Moment.BETWEEN_STEPS:
-        called.refresh()
+        called.at.refresh()
 
 
 def _refuse_in_step(model: nn.Module, what: str) -> None:

@@ -94,6 +94,15 @@ class ScriptOptimizerFactory:
         for group in groups:
             group |= taken[group[NUMBER]]
 
+    @property
+    def num_optimizers(self) -> int:
+        return len(self._optimizers)
+
+    def is_stepped(self, name: str) -> bool:
+        """Whether the script steps the optimizer of a parameter in the present step."""
+        owner, _ = self._groups[self._group_of[name]]
+        return self._optimizers.index(owner) in self.values.stepped
+
     def _add(self, name: str, number: int) -> None:
         if name in self._group_of:
             raise LoopMisused(f"run.prepare: two optimizers, or groups, have parameter {name}")

@@ -70,13 +70,11 @@ class ScriptValues:
         self._stepped.add(self._optimizers.index(optimizer))
         self.take(optimizer)
 
-    def refuse_partial_step(self) -> None:
-        """Raise `LoopMisused` if the script has stepped some of its optimizers in this step."""
-        if 0 < len(self._stepped) < len(self._optimizers):
-            raise LoopMisused(
-                f"the script has stepped {len(self._stepped)} of its {len(self._optimizers)} "
-                "optimizers: the run steps all of them in each step; step all, or none"
-            )
+    @property
+    def stepped(self) -> frozenset[int]:
+        """The numbers of the optimizers that step in the present step: all, if the script has
+        stepped none."""
+        return frozenset(self._stepped or range(len(self._optimizers)))
 
     def _forget_step(self) -> None:
         self._taken.clear()

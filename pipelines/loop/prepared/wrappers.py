@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from pipelines.loop.prepared.called_module import CalledModule, Moment
 from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.prepared.loss_scaler import LossScaler
+from pipelines.loop.prepared.script_moment import Moment, ScriptMoment
 
 ASKED_BY_SCALERS = "_step_supports_amp_scaling"
 """An attribute of optimizers for which a `GradScaler` asks before it steps one."""
@@ -56,14 +56,14 @@ class PreparedScaler:
     scale when the step commits.
     """
 
-    def __init__(self, declared: GradScaler, scaler: LossScaler, called: CalledModule) -> None:
+    def __init__(self, declared: GradScaler, scaler: LossScaler, at: ScriptMoment) -> None:
         self.declared = declared
         self._scaler = scaler
-        self._called = called
+        self._at = at
 
     def scale(self, outputs: Tensor) -> Tensor:
         """The loss times the scale, to be passed to `step.backward`."""
-        if self._called.moment is Moment.IN_STEP:
+        if self._at.moment is Moment.IN_STEP:
             self._scaler.used = self._scaler.scale
         return outputs * self._scaler.scale if self._scaler.is_enabled else outputs
 

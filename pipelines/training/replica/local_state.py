@@ -130,6 +130,8 @@ class LocalState:
 
     def _squares(self, tensors: Mapping[str, Tensor]) -> tuple[Tensor, Tensor]:
         """Squared norms, and the reciprocals of the numbers of ranks that hold each tensor."""
+        if not tensors:  # a step may train nothing that this rank holds
+            return (torch.zeros(0, dtype=torch.float64, device=self.device),) * 2
         squares = torch.stack(norms_of(list(tensors.values()))).double().square()
         weights = [1 / self._num_copies[name] for name in tensors]
         return squares, torch.tensor(weights, dtype=torch.float64, device=squares.device)

@@ -134,13 +134,13 @@ class ShardedReplica:
             gradients = self.state.gradients()
             partial = [gradients[name] for name in self.partial_gradients]
             reduce_partial_gradients(partial, self.parallel.tp)
-        self.unscale_gradients()
+        self.prepare_gradients(interrupt)
         self.step_statistics.note_gradients()
         sums[2] = self.state.squared_norm()
         return sums
 
-    def unscale_gradients(self) -> None:
-        """Nothing: only a script scales its losses."""
+    def prepare_gradients(self, interrupt: Interrupt) -> None:
+        """Nothing: only a script scales its losses, and steps some of its optimizers alone."""
 
     def read_early(self) -> None:
         """Read the next step's first pass; see `StepSamples.read_early`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -20,6 +20,7 @@ from actors.distributed.torch_private import sum_unsharded_gradients
 from actors.runtime.program import Groups, Interrupt
 from pipelines.settings import TrainSettings
 from pipelines.training.models.experts import Experts
+from pipelines.training.models.joined_model import roots_of
 from pipelines.training.sharding.sharded import (
     as_distributed,
     assign,
@@ -51,7 +52,9 @@ class FullySharded:
         self.reshards = _reshards_after_forward(groups, settings)
         self.reduces_each = settings.sync_each_microbatch and groups.mesh["fsdp"].size() > 1
         self.modules = modules
-        self.roots = [self._shard(module, workload, groups, settings) for module in modules]
+        self.roots = [
+            root for module in modules for root in self._shard(module, workload, groups, settings)
+        ]
         self._read()
 
     def shards(self) -> dict[str, Tensor]:
@@ -107,9 +110,10 @@ class FullySharded:
             if parameter.grad is not None
         }
 
-    def drop_gradients(self) -> None:
-        for parameter in self.parameters.values():
-            parameter.grad = None
+    def drop_gradients(self, chosen: Callable[[str], bool] | None = None) -> None:
+        for name, parameter in self.parameters.items():
+            if chosen is None or chosen(name):
+                parameter.grad = None
 
     def after_step(self) -> None:
         """Nothing to do: FSDP gathers again."""
@@ -126,7 +130,7 @@ class FullySharded:
 
     def _shard(
         self, module: nn.Module, workload: Workload, groups: Groups, settings: TrainSettings
-    ) -> FSDPModule:
+    ) -> list[FSDPModule]:
         sharded = partial(
             fully_shard, mp_policy=_precision(settings), offload_policy=self._offload_policy()
         )
@@ -136,7 +140,7 @@ class FullySharded:
             for experts in (part for part in block.modules() if isinstance(part, Experts)):
                 _sum_gradients(inner(experts, mesh=expert_mesh))
             _sum_gradients(inner(block, mesh=mesh))
-        return _sum_gradients(sharded(module, mesh=mesh))
+        return [_sum_gradients(sharded(root, mesh=mesh)) for root in roots_of(module)]
 
     def _offload_policy(self) -> OffloadPolicy:
         if not self.offload:

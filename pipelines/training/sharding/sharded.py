@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from math import prod
 from typing import Protocol
 
@@ -53,7 +53,8 @@ class Sharded(Protocol):
     def gradients(self) -> dict[str, Tensor]:
         """The local shards of the reduced gradients, without parameters that have none."""
 
-    def drop_gradients(self) -> None: ...
+    def drop_gradients(self, chosen: Callable[[str], bool] | None = None) -> None:
+        """Drop the reduced gradients of the parameters with chosen names; of all by default."""
 
     def after_step(self) -> None:
         """Note that the optimizer has changed the shards."""

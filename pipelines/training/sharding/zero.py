@@ -149,7 +149,11 @@ class ZeroSharded:
     def gradients(self) -> dict[str, Tensor]:
         return {part.name: part.gradient for part in self._parts() if part.gradient is not None}
 
-    def drop_gradients(self) -> None:
+    def drop_gradients(self, chosen: Callable[[str], bool] | None = None) -> None:
+        if chosen is not None:
+            for part in self._parts():
+                part.gradient = None if chosen(part.name) else part.gradient
+            return
         self._in_flight = None
         self._sums.clear()
         self._num_started = 0

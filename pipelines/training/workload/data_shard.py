@@ -80,7 +80,9 @@ def draw_steps(
         samples = samples_of(settings.seed, ids, num_samples)
         drawn = {
             key: SeededSamples(
-                microbatch_seed(settings.seed, *key), samples[i * size : (i + 1) * size]
+                microbatch_seed(settings.seed, *key),
+                samples[i * size : (i + 1) * size],
+                microbatch_seed(settings.seed, settings.first_of_batch(key[0]), key[1]),
             )
             for i, key in enumerate(keys)
         }
@@ -92,5 +94,6 @@ def microbatch_sample_ids(
     settings: TrainSettings, step: int, microbatch: int, skipped_batches: Sequence[int] = ()
 ) -> range:
     """The sample ids of one microbatch of a step."""
-    size, ids = settings.microbatch, batch_ids(step, settings.batch, skipped_batches)
+    size = settings.microbatch
+    ids = batch_ids(step, settings.batch, skipped_batches, settings.updates_per_batch)
     return ids[microbatch * size : (microbatch + 1) * size]

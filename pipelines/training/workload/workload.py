@@ -96,10 +96,12 @@ class ModuleInputs(NamedTuple):
 
 
 class SeededSamples(NamedTuple):
-    """The samples of one microbatch, and its random seed."""
+    """The samples of one microbatch, the random seed of its computation, and that of its reading,
+    which is the same in all steps of its batch."""
 
     seed: int
     samples: Sequence[int]
+    reading_seed: int
 
 
 def samples_in(parts: Sequence[SeededSamples]) -> list[int]:

@@ -1,0 +1,140 @@
+"""Where a script is, within a step or between two: it decides what a prepared object does."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from enum import Enum
+from typing import Protocol
+
+from torch import nn
+
+from actors.distributed.torch_private import num_changes
+from pipelines.loop.prepared.errors import LoopMisused
+
+
+class Moment(Enum):
+    """When a script uses what it has prepared."""
+
+    BEFORE_LOOP = "before the loop"
+    IN_STEP = "in a step"
+    BETWEEN_STEPS = "between two steps"
+
+
+class OpenStep(Protocol):
+    """The step whose body runs."""
+
+    number: int
+
+    @property
+    def is_reading(self) -> bool: ...
+
+    def note(self, error: BaseException) -> None: ...
+
+
+class ScriptMoment:
+    """Where a script is, and whether its declared models have the trained values there.
+
+    Between two steps the trained values of all workers are read into the declared models when the
+    script first uses one of them.
+    """
+
+    def __init__(
+        self,
+        gather: Callable[[], object] = lambda: None,
+        is_script: Callable[[], bool] = lambda: True,
+    ) -> None:
+        """`gather` lets all workers gather the trained values into the declared models.
+
+        Only where `is_script`, that is on the script's thread, the moment matters: others see the
+        declared models as they are.
+        """
+        self._gather = gather
+        self._is_script = is_script
+        self.step: OpenStep | None = None
+        self.is_first_worker = False
+        self.is_training = self.is_stopped = False
+        self.is_stale = True
+        self.is_stepped = False
+        """Whether the script has stepped an optimizer in this step."""
+        self._watched: list[nn.Parameter] = []
+        self._were_trained: list[bool] = []
+        self._num_changes = 0
+
+    def watch(self, module: nn.Module) -> None:
+        """Watch a declared model's parameters: in the loop only the run may change them."""
+        self._watched += module.parameters()
+
+    @property
+    def moment(self) -> Moment:
+        if self.step is not None:
+            return Moment.IN_STEP  # on all threads: autograd has some of its own
+        is_between = self.is_training and self._is_script()
+        return Moment.BETWEEN_STEPS if is_between else Moment.BEFORE_LOOP
+
+    @property
+    def is_own(self) -> bool:
+        """Whether the script itself runs its loop on the calling thread."""
+        return self.is_training and self._is_script()
+
+    def enter(self, step: OpenStep) -> None:
+        """Enter a step. Raises `LoopMisused` if the script has changed a declared model."""
+        if [p.requires_grad for p in self._watched] != self._were_trained:
+            raise LoopMisused(
+                f"step {step.number}: the script has changed requires_grad of parameters, which "
+                "the run does not see; freeze them before run.prepare"
+            )
+        if self._count_changes() != self._num_changes:
+            raise LoopMisused(
+                f"step {step.number}: the script has changed the model's parameters since the "
+                "step before, which the run does not see; change them before the loop"
+            )
+        self.step, self.is_stepped = step, False
+
+    def leave(self) -> None:
+        self.step = None
+
+    def begin_training(self) -> None:
+        """From now on the declared models have old values between two steps."""
+        if not self.is_training:
+            self.is_training, self._num_changes = True, self._count_changes()
+            self._were_trained = [p.requires_grad for p in self._watched]
+        self.is_stale = True
+
+    def refresh(self) -> None:
+        """Read the trained values into the declared models, unless they have them."""
+        if self.is_stale:
+            self._gather()
+            self.is_stale = False
+            self._num_changes = self._count_changes()
+
+    def refuse_elsewhere(self) -> None:
+        """Raise `LoopMisused` on a thread that does not see the trained values."""
+        if self.is_training and self.step is None and not self._is_script():
+            raise LoopMisused(
+                "model(...): called by a function that gets the model as its argument, as those "
+                "of run.evaluation; use the argument there"
+            )
+
+    def refuse_unread(self) -> None:
+        """Raise `LoopMisused` within `step.batches()`: workers have different numbers of them."""
+        if self.step is not None and self.step.is_reading:
+            raise LoopMisused(
+                f"step {self.step.number}: scheduler.step() within `step.batches()`; call it "
+                "behind that loop, once a step"
+            )
+
+    def note_optimizer_step(self) -> None:
+        """The script steps an optimizer, in place of which the run does when the step commits."""
+        self.is_stepped = self.step is not None and not self.step.is_reading
+
+    def refuse_stepped(self) -> None:
+        """Raise `LoopMisused` where a plain loop would use the parameters of the next step."""
+        if self.step is not None and self.is_stepped:
+            raise LoopMisused(
+                f"step {self.step.number}: the model is called after optimizer.step(), which takes "
+                "effect when the step commits; call it in the next step, or after the block (for "
+                "several updates from the same batch see updates_per_batch of run.steps)"
+            )
+
+    def _count_changes(self) -> int:
+        return sum(map(num_changes, self._watched))

@@ -1,0 +1,51 @@
+"""Scripts with several models, such as a GAN, equal their plain loops through deaths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import model_scripts
+import pytest
+import torch
+from test_script_habits import run_habit
+
+
+@pytest.mark.parametrize("layout", ["dp=2,fsdp=2", "dp=2,fsdp=2,zero=2", "dp=3"])
+def test_models_of_a_gan_are_stepped_in_turn_on_the_same_batch(layout: str, tmp_path: Path) -> None:
+    run = run_habit(tmp_path, "gan", layout=layout, module=model_scripts)
+    losses, values = zip(*model_scripts.plain_gan(), strict=True)
+    assert list(run.losses().values()) == pytest.approx(losses, rel=1e-9)
+    files = list((tmp_path / "marks").glob("both-*.pt"))
+    assert len(files) == 4
+    for file in files:
+        expected = values[int(file.name.split("-")[1]) - 1]
+        saved = torch.load(file)
+        assert saved.keys() == expected.keys()
+        for name, value in saved.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-12)
+
+
+def test_models_with_one_loss_are_evaluated_together(tmp_path: Path) -> None:
+    run = run_habit(tmp_path, "one_loss", module=model_scripts)
+    losses, held_out = zip(*model_scripts.plain_one_loss(), strict=True)
+    assert list(run.losses().values()) == pytest.approx(losses, rel=1e-9)
+    files = list((tmp_path / "marks").glob("held-*.pt"))
+    assert len(files) == 4
+    for file in files:
+        expected = held_out[int(file.name.split("-")[1]) - 1]
+        assert float(torch.load(file)["loss"]) == pytest.approx(expected, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("calls_after_its_optimizer", "step 1: the model is called after optimizer.step()"),
+        ("reads_twice", "step 1: `step.batches()` is iterated twice"),
+        ("steps_by_worker", "the script has stepped different optimizers on different workers"),
+    ],
+)
+def test_updates_that_would_differ_from_a_plain_loop_are_refused(
+    name: str, reason: str, tmp_path: Path
+) -> None:
+    run = run_habit(tmp_path, name, 0, "failed", layout="dp=2", module=model_scripts)
+    assert reason in run.stopped.reason
