@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import finalize
 
-from torch import nn
+from torch import Tensor, nn
 
 from pipelines.loop.declaration import Declaration
 from pipelines.loop.prepared.called_module import CalledModels
 from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.prepared.optimizer_factory import LoopOptimizerFactory
 from pipelines.loop.prepared.script_moment import ScriptMoment
+from pipelines.loop.prepared.script_state import ScriptState
 from pipelines.loop.prepared.script_values import ScriptValues
 from pipelines.loop.run import Run
 from pipelines.loop.step import Engine, Position, Step
@@ -50,7 +51,7 @@ class Loop:
         self.request: Request | None = None
         """What the script waits for on its way."""
         self.number = 0
-        """The step that the script has begun, with the numbers in `values`."""
+        """The step that the script has begun, with the values in `state`."""
         self.left_after: int | None = None
         """The committed step after which the script has left its loop."""
         self.has_proceeded = False
@@ -90,29 +91,38 @@ class Loop:
         return LoopOptimizerFactory(lambda: self.declaration.optimizer_factory)
 
     @property
+    def state(self) -> ScriptState:
+        return self.declaration.optimizer_factory.state
+
+    @property
     def values(self) -> ScriptValues:
         return self.declaration.optimizer_factory.values
 
-    def begin(self, number: int, position: Position, values: Callable[[], list[float]]) -> None:
+    def begin(
+        self, number: int, position: Position, state: Callable[[], Mapping[str, Tensor]]
+    ) -> None:
         """Bring the script to the body of a step, unless it is there or on its way.
 
-        `values` are the script's numbers at the beginning of the step.
+        `state` is the script's at the beginning of the step; see `ScriptState`.
         """
         is_abandoned = self.is_busy and self._driver != threading.get_ident()
         if is_abandoned or self.left_after is not None or (self._at and self.number != number):
             self.restart_script()
         if self._at is None:
             self._is_repeat, self._is_judged = not self._is_judged, True
-            self.values.kept, self.number, self._before = values(), number, number - 1
+            self.state.load(state())
+            self.number, self._before = number, number - 1
             self._at = Step(number, self.called.at, position)
             self._resume(Begin(self._at))
         self.called.at.is_first_worker = self.is_first_worker
 
-    def commit(self, number: int, position: Position, is_last: bool) -> None:
+    def commit(self, number: int, position: Position, is_last: bool, loss: float) -> None:
         """Let the script run from the end of the body of step `number` to that of the next, which
-        is at `position`."""
+        is at `position`; `loss` is that of the step which has committed."""
         self.number, self._before = number + 1, number
         self.reporting, self._computed = self._computed, None
+        if self.reporting is not None:
+            self.reporting.loss = loss
         self._is_repeat, self._is_judged = False, True
         self._at = None if is_last else Step(number + 1, self.called.at, position)
         self._resume(Committed(self._at))
@@ -134,7 +144,7 @@ class Loop:
             self.has_proceeded = True
         if arrival in (Arrived.AT_END, Arrived.BEHIND_LOOP) and self._is_repeat:
             # It left because of a step that has not committed.
-            kept, number = self.values.kept, self.number
+            kept, number = self.state.kept(), self.number
             position = self._at.position if self._at else Position()
             self.restart_script()
             self.begin(number, position, lambda: kept)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from functools import cached_property
 from typing import Any
@@ -28,7 +29,7 @@ from pipelines.training.passes.running_buffers import RunningBuffers
 from pipelines.training.passes.stage_buffers import StageBuffers
 from pipelines.training.passes.stage_modules import Stage
 from pipelines.training.replica.replica import ShardedReplica
-from pipelines.training.workload.state import SCRIPT_VALUES, state_specs
+from pipelines.training.workload.state import SCRIPT, state_specs
 from pipelines.training.workload.workload import Workload
 
 POLL_S = 1.0
@@ -91,7 +92,7 @@ class LoopReplica(ShardedReplica):
         self._serve(interrupt)
         self._share_values(step, interrupt)
         if not self._is_done and committed_step < self.settings.steps:
-            loop.begin(step, self._position(step), self.state.script[SCRIPT_VALUES].tolist)
+            loop.begin(step, self._position(step), self._script_state)
             self._serve(interrupt)
 
     def compute(
@@ -125,7 +126,9 @@ class LoopReplica(ShardedReplica):
         self.loop.values.scaler.update(applied.skipped)
         self._committed = step
         if not self._is_alone:
-            self.loop.commit(step, self._position(step + 1), step >= self.settings.steps)
+            loss = vote.loss_sum / vote.num_tokens if vote.num_tokens else math.nan
+            loss = math.nan if applied.skipped else loss
+            self.loop.commit(step, self._position(step + 1), step >= self.settings.steps, loss)
         return applied
 
     @property
@@ -165,7 +168,7 @@ class LoopReplica(ShardedReplica):
         while True:
             loop.await_arrival(POLL_S)
             interrupt()
-            numbers = self._exchange_places(interrupt)
+            numbers, fingerprints = self._exchange_places(interrupt)
             wanted = next((kind for kind in Request if numbers[kind.value]), None)
             if wanted is not None:
                 is_mine = loop.request is wanted
@@ -182,25 +185,38 @@ class LoopReplica(ShardedReplica):
                 "the loss of this worker's microbatches"
             )
         self._is_done = bool(numbers[BEHIND])
+        num_workers = self.groups.layout.num_workers
+        is_at_body = numbers[AT_BODY] == num_workers
+        if is_at_body and not loop.state.is_shared(fingerprints, num_workers):
+            raise LoopMisused(
+                f"step {(self._committed or 0) + 1}: the scripts of the workers have different "
+                "learning rates, schedules or kept objects: change these by what is the same on "
+                "all workers, such as step.number, step.loss or run.evaluate(), not by the loss of "
+                "this worker's microbatches"
+            )
 
-    def _exchange_places(self, interrupt: Interrupt) -> list[int]:
-        """The number of workers at each place. With it all workers sum what the scripts that have
-        arrived have reported of the step before."""
+    def _exchange_places(self, interrupt: Interrupt) -> tuple[list[int], list[float]]:
+        """The number of workers at each place, and the sums of the fingerprints of those at the
+        body. With it all workers sum what the scripts that have arrived have reported of the step
+        before."""
         reports, place = self._report_sums, self._place()
         reporting = self.loop.reporting if place in (AT_BODY, BEHIND) else None
         own = {} if reporting is None else reporting.reported.totals()
         places = [0.0] * NUM_PLACES
         places[place] = 1.0
         lacks = reports.lacks(own)
-        numbers = self._sum([*places, float(lacks), *reports.packed({} if lacks else own)])
+        fingerprint = self.loop.state.fingerprint() if place == AT_BODY else (0.0, 0.0)
+        packed = reports.packed({} if lacks else own)
+        numbers = self._sum([*places, float(lacks), *fingerprint, *packed])
         interrupt()  # an aborted reduction may have returned garbage
         if reporting is not None and not lacks:
             self.loop.reporting = None
-        reports.add(numbers[NUM_PLACES + 1 :])
+        reports.add(numbers[NUM_PLACES + 3 :])
         if numbers[NUM_PLACES]:
             reports.agree(own, self.groups, interrupt)
             return self._exchange_places(interrupt)
-        return [round(number) for number in numbers[:NUM_PLACES]]
+        counts = [round(number) for number in numbers[:NUM_PLACES]]
+        return counts, numbers[NUM_PLACES + 1 : NUM_PLACES + 3]
 
     def _place(self) -> int:
         """Where this worker's script waits."""
@@ -233,14 +249,20 @@ class LoopReplica(ShardedReplica):
             first = begun.index(1.0)
             if first == self.groups.world_rank:
                 self._keep_values()
-            values = self.state.script[SCRIPT_VALUES].clone()
-            broadcast(values, first, self.groups)
-            interrupt()
-            self.state.script[SCRIPT_VALUES].copy_(values)
+            for value in self.state.script.values():
+                received = value.clone()
+                broadcast(received, first, self.groups)
+                interrupt()
+                value.copy_(received)
+
+    def _script_state(self) -> dict[str, Tensor]:
+        """The script's part of the state."""
+        return {name.removeprefix(SCRIPT): value for name, value in self.state.script.items()}
 
     def _keep_values(self) -> None:
-        values = self.state.script[SCRIPT_VALUES]
-        values.copy_(torch.tensor(self.loop.values.kept, dtype=values.dtype))
+        kept = self.loop.state.kept()
+        for name, value in self._script_state().items():
+            value.copy_(kept[name])
 
     def _provide(self, wanted: Request, interrupt: Interrupt, keeps: bool) -> Any:
         if wanted is Request.EVALUATION:

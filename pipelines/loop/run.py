@@ -17,6 +17,7 @@ from actors.runtime.program import Evaluation
 from pipelines.loop.declaration import Declaration, EvaluationSetup, StepCounts
 from pipelines.loop.prepared.called_module import CalledModels
 from pipelines.loop.prepared.errors import LoopMisused
+from pipelines.loop.prepared.kept_objects import KeptObjects
 from pipelines.loop.prepared.loss_scaler import LossScaler
 from pipelines.loop.prepared.model import prepare_model
 from pipelines.loop.prepared.optimizer_factory import ScriptOptimizerFactory
@@ -51,6 +52,7 @@ class Run:
         self._optimizers: list[Optimizer] = []
         self._schedulers: list[LRScheduler] = []
         self._scaler: LossScaler | None = None
+        self._kept = KeptObjects()
         self._factory: ScriptOptimizerFactory | None = None
         self._loader: DataLoader[Any] | None = None
         self._evaluation: EvaluationSetup | None = None
@@ -64,6 +66,21 @@ class Run:
         """
         prepared = tuple(self._prepared(item) for item in objects)
         return prepared[0] if len(prepared) == 1 else prepared
+
+    def keep(self, *objects: Any) -> Any:
+        """Make objects that the script itself changes part of the run's state, before the loop.
+
+        They are tensors changed in place, dictionaries of tensors and numbers, modules such as
+        averaged weights, or other objects with `state_dict` and `load_state_dict`. A worker that
+        joins and a resumed run have their values, and what a step that fails has changed is
+        undone. Their shapes do not change, and all workers change them alike: between two steps,
+        by what is the same on all. Returns the objects. Raises `LoopMisused` for others.
+        """
+        for item in objects:
+            if any(item is model for model in self._models.declared):
+                raise LoopMisused("run.keep: this model is prepared, which keeps it")
+            self._kept.add(item)
+        return objects[0] if len(objects) == 1 else objects
 
     def evaluation(
         self,
@@ -127,7 +144,7 @@ class Run:
             raise LoopMisused(f"run.steps: pass run.prepare the {' and the '.join(missing)} first")
         names = {parameter: name for name, parameter in joined(models).named_parameters()}
         self._factory = ScriptOptimizerFactory(
-            optimizers, self._schedulers, names, max_grad_norm, self._scaler
+            optimizers, self._schedulers, names, max_grad_norm, self._scaler, self._kept
         )
         dataset: Any = loader.dataset
         assert loader.batch_size is not None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Iterator
 from traceback import clear_frames
 from types import TracebackType
@@ -65,6 +66,8 @@ class Step:
         self.position = position
         self.committed = False
         """Whether the step committed, known after the block; if not, the same step follows."""
+        self.loss = math.nan
+        """The mean loss over all workers, known after the block if the step has committed."""
         self.on_enter: Callable[[], Engine] = _not_begun
         self.on_finish: Callable[[list[LossSums] | BaseException], bool] = _ignore
         self._at = at

@@ -169,11 +169,11 @@ class LoopThread:
     def steps(self, declaration: Declaration) -> Iterator[Step]:
         """The function's steps, until the thread is abandoned or the script stops the run."""
         self._outcomes.put(declaration)
-        values, at = declaration.optimizer_factory.values, declaration.called.at
+        state, at = declaration.optimizer_factory.state, declaration.called.at
         turn = self._turn()
         assert isinstance(turn, Begin)
         self._next = turn.step
-        values.restore()
+        state.restore()
         try:
             while (step := self._next) is not None:
                 self._step = step
@@ -181,10 +181,10 @@ class LoopThread:
                 yield step
                 step.ensure_finished()
                 if not step.committed:
-                    values.restore()
+                    state.restore()
                     at.is_stopped = False
                     continue
-                values.keep()
+                state.keep()
                 if at.is_stopped:
                     break
         except GeneratorExit:

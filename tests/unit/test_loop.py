@@ -22,6 +22,7 @@ from pipelines.loop.loop import Loop
 from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.prepared.optimizer_factory import ScriptOptimizerFactory
 from pipelines.loop.script import script_of
+from pipelines.loop.step import Position
 from pipelines.training.workload.workload import LossSums
 
 
@@ -63,11 +64,11 @@ def take(
     """Run a step, and let it commit and the script go on to its next body."""
     points = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
     engine = ListEngine(Microbatch(points, 2), Microbatch(points, 0))
-    loop.begin(number, 0, lambda: loop.values.kept)
+    loop.begin(number, Position(), lambda: loop.state.kept())
     loop.await_arrival()
     sums = loop.compute(engine, module)
     if commits:
-        loop.commit(number, 0, is_last=False)
+        loop.commit(number, Position(), is_last=False, loss=0.0)
         loop.await_arrival()
     return sums
 

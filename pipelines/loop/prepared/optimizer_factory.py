@@ -14,7 +14,9 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.prepared.joined_optimizer import JoinedOptimizer
+from pipelines.loop.prepared.kept_objects import KeptObjects
 from pipelines.loop.prepared.loss_scaler import LossScaler
+from pipelines.loop.prepared.script_state import ScriptState
 from pipelines.loop.prepared.script_values import PARAMETERS, ScriptValues
 
 NUMBER = "script_group"
@@ -36,6 +38,7 @@ class ScriptOptimizerFactory:
         names: Mapping[nn.Parameter, str],
         max_grad_norm: float | None,
         scaler: LossScaler | None = None,
+        kept: KeptObjects | None = None,
     ) -> None:
         """`names` are the names of the model's parameters.
 
@@ -45,6 +48,7 @@ class ScriptOptimizerFactory:
         _refuse_foreign(optimizers, schedulers)
         self.max_grad_norm = max_grad_norm
         self.values = ScriptValues(optimizers, schedulers, scaler)
+        self.state = ScriptState(self.values, kept or KeptObjects())
         self._optimizers = optimizers
         groups = [(owner, group) for owner in optimizers for group in owner.param_groups]
         self._groups = [
@@ -65,8 +69,8 @@ class ScriptOptimizerFactory:
         self._refuse_unstepped(names)
 
     @property
-    def initial_values(self) -> Tensor:
-        return torch.tensor(self.values.initial, dtype=torch.float64)
+    def script_state(self) -> Mapping[str, Tensor]:
+        return self.state.initial
 
     def build(self, shards: Sequence[tuple[str, Tensor]]) -> Optimizer:
         """An optimizer with the script's parameter groups that have a shard on this worker."""
@@ -132,8 +136,8 @@ class LoopOptimizerFactory:
         return self._present().max_grad_norm
 
     @property
-    def initial_values(self) -> Tensor:
-        return self._present().initial_values
+    def script_state(self) -> Mapping[str, Tensor]:
+        return self._present().script_state
 
     def build(self, shards: Sequence[tuple[str, Tensor]]) -> Optimizer:
         return self._present().build(shards)

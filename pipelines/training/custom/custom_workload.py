@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
 from hashlib import sha256
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -338,7 +339,7 @@ class CustomWorkload:
 class CustomOptimizerFactory:
     """The optimizer of a recipe; see `pipelines.training.workload.optimizer.OptimizerFactory`."""
 
-    initial_values = None
+    script_state: Mapping[str, Tensor] = MappingProxyType({})
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe

@@ -18,7 +18,7 @@ from pipelines.training.workload.optimizer import (
     state_templates,
 )
 from pipelines.training.workload.state import (
-    SCRIPT_VALUES,
+    SCRIPT,
     buffers,
     optimizer_name,
     stored_dtype,
@@ -47,9 +47,11 @@ class LocalState:
             for name, template in templates.items()
         }
         self.optimizer = LocalOptimizer(optimizer_factory, self._trained(), optimizer_state)
-        values = optimizer_factory.initial_values
-        self.script = {} if values is None else {SCRIPT_VALUES: values.to(device)}
-        """The numbers of a script, replicated; see `OptimizerFactory.initial_values`."""
+        self.script = {
+            SCRIPT + name: value.to(device, copy=True)
+            for name, value in optimizer_factory.script_state.items()
+        }
+        """What a script changes, replicated; see `OptimizerFactory.script_state`."""
 
     def tensors(self) -> dict[str, Tensor]:
         """The live state without the gradients."""

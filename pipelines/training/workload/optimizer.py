@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from types import MappingProxyType
 from typing import Any, Protocol
 
 import torch
@@ -35,10 +36,10 @@ class OptimizerFactory(Protocol):
         """
 
     @property
-    def initial_values(self) -> Tensor | None:
-        """At step 0, the numbers that a script may change between steps; float64, shape (n,).
+    def script_state(self) -> Mapping[str, Tensor]:
+        """At step 0, what a script may change between steps: it is part of the state, replicated.
 
-        They are part of the state. None if the schedule depends on the step alone.
+        Empty if there is no script.
         """
 
 
@@ -58,7 +59,7 @@ def scale_rates(groups: Sequence[dict[str, Any]], rate: float) -> None:
 class AdamWBySettings:
     """AdamW from a run's settings, with weight decay on matrices only. See `OptimizerFactory`."""
 
-    initial_values = None
+    script_state: Mapping[str, Tensor] = MappingProxyType({})
 
     def __init__(self, settings: OptimizerSettings) -> None:
         self.settings = settings

@@ -23,8 +23,8 @@ from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups
 from pipelines.training.workload.workload import ModelShape, Style, Workload, nothing
 
 OPTIMIZER = "optimizer."
-SCRIPT_VALUES = OPTIMIZER + "script"
-"""The numbers that a script changes; no parameter's state has such a name: it would have a key."""
+SCRIPT = OPTIMIZER + "script"
+"""What a script changes has this name, or one that begins with it and a slash."""
 TP_DIMS: dict[Style, int] = {"colwise": 0, "logits": 0, "vocabulary": 0, "rowwise": 1}
 """The dim of a weight that `tp` shards, by its module's style; a bias without that dim is
 replicated."""
@@ -74,9 +74,20 @@ def state_specs(workload: Workload, settings: TrainSettings) -> tuple[TensorSpec
             if not is_elementwise(value):
                 spec = replace(spec, fsdp_dim=None, tp_dim=None, ep_dim=None)
             specs.append(spec)
-    if (values := optimizer_factory.initial_values) is not None:
-        specs.append(TensorSpec(SCRIPT_VALUES, tuple(values.shape), "float64", kind="optimizer"))
+    for name, value in optimizer_factory.script_state.items():
+        specs.append(
+            TensorSpec(SCRIPT + name, tuple(value.shape), name_of(value.dtype), kind="optimizer")
+        )
     return tuple(specs)
+
+
+def is_of_script(name: str) -> bool:
+    """Whether a tensor of the state is one that a script changes."""
+    return name == SCRIPT or name.startswith(f"{SCRIPT}/")
+
+
+def name_of(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 def trained_dims(module: nn.Module) -> dict[str, int]:
@@ -106,7 +117,7 @@ class SpecBuilder:
         return TensorSpec(
             name or owner,
             tuple(value.shape),
-            str(value.dtype).removeprefix("torch."),
+            name_of(value.dtype),
             layer=layer,
             fsdp_dim=0 if sharded else None,
             tp_dim=self._tp_dim(owner, value) if sharded else None,
@@ -147,10 +158,9 @@ def initial_value(
     Optimizer state is 0. `interrupt` is called during the drawing and may raise.
     """
     dtype = getattr(torch, spec.dtype)
-    if spec.name == SCRIPT_VALUES:
-        values = optimizer_factory_of(workload, settings).initial_values
-        assert values is not None, "the state has values of a script, but there is no script"
-        return values[slices_of(region)].clone()
+    if is_of_script(spec.name):
+        state = optimizer_factory_of(workload, settings).script_state
+        return state[spec.name.removeprefix(SCRIPT)][slices_of(region)].clone()
     if spec.name.startswith(OPTIMIZER):
         return torch.zeros(region.shape, dtype=dtype)
     value = workload.draw(spec.name, spec.shape, region, settings.seed, interrupt)

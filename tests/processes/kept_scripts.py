@@ -1,0 +1,103 @@
+"""Scripts with state of their own: averaged weights, running means, counters; and their plain
+loops."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from loops import FOLDER, NUM_MICROBATCHES, NUM_STEPS, build_training, die_once, plain
+from script_habits import compute, note_values
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+from pipelines.loop import Run
+
+
+class Followed:
+    """What a plain script has around its loop; the learning rate follows it."""
+
+    def __init__(self, model: nn.Module) -> None:
+        self.averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+        self.shadow = {name: value.clone() for name, value in model.named_parameters()}
+        self.mean = torch.ones(2, dtype=torch.float64)
+        self.best: dict[str, Any] = {"loss": 9.0, "rounds": 0, "is_good": False}
+
+    def follow(self, model: nn.Module, loss: float, group: dict[str, Any]) -> None:
+        """After each step."""
+        self.averaged.update_parameters(model)
+        for name, value in model.named_parameters():
+            self.shadow[name] = 0.9 * self.shadow[name] + 0.1 * value.detach()
+        self.mean.lerp_(torch.full((2,), loss, dtype=torch.float64), 0.3)
+        self.best["is_good"] = loss < self.best["loss"]
+        self.best["loss"] = min(self.best["loss"], loss)
+        self.best["rounds"] += not self.best["is_good"]
+        distance = sum((self.shadow[name] - value).norm() for name, value in self.weights())
+        group["lr"] = 0.1 * float(self.mean[0] + distance) / (1 + self.best["rounds"])
+
+    def weights(self) -> list[tuple[str, Tensor]]:
+        return [(name, value.detach()) for name, value in self.averaged.module.named_parameters()]
+
+
+def follows(run: Run) -> None:
+    """Workers die in a body and between two steps."""
+    model, optimizer, _, loader = build_training(is_scheduled=False)
+    followed = Followed(model)
+    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    run.keep(followed.averaged, followed.shadow, followed.mean, followed.best)
+    has_failed = FOLDER not in os.environ
+    for step in run.steps(NUM_STEPS, microbatches=NUM_MICROBATCHES):
+        with step:
+            for points, labels in step.batches():
+                if step.number == 8 and not (step.is_first_worker or has_failed):
+                    has_failed = True
+                    followed.mean.zero_()  # undone, as this step fails
+                    die_once(step, "body")
+                step.backward(nn.functional.cross_entropy(model(points), labels))
+        if step.committed:
+            if step.number == 16:
+                die_once(step, "between")
+            followed.follow(model, step.loss, optimizer.param_groups[0])
+    note_values(NUM_STEPS, "averaged", dict(followed.averaged.state_dict()))
+
+
+def plain_follows() -> Iterator[tuple[float, dict[str, Tensor]]]:
+    """The loss of each step, and the averaged weights after it."""
+    model, optimizer, _, loader = build_training(is_scheduled=False)
+    followed = Followed(model)
+    losses = plain(model, optimizer, None, loader, NUM_STEPS, NUM_MICROBATCHES)
+    for loss in losses:
+        followed.follow(model, loss, optimizer.param_groups[0])
+        yield loss, {name: v.clone() for name, v in followed.averaged.state_dict().items()}
+
+
+def follows_its_own_loss(run: Run) -> None:
+    """A script whose learning rate depends on the worker's own microbatches."""
+    model, optimizer, _, loader = build_training(is_scheduled=False)
+    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    for step in run.steps(NUM_STEPS, microbatches=NUM_MICROBATCHES):
+        with step:
+            loss = compute(step, model)
+        optimizer.param_groups[0]["lr"] = loss.item()
+
+
+def keeps_its_own_loss(run: Run) -> None:
+    model, optimizer, _, loader = build_training(is_scheduled=False)
+    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    mean = run.keep(torch.zeros(3))
+    for step in run.steps(NUM_STEPS, microbatches=NUM_MICROBATCHES):
+        with step:
+            loss = compute(step, model)
+        mean += loss.detach()
+
+
+def adds_later(run: Run) -> None:
+    model, optimizer, _, loader = build_training(is_scheduled=False)
+    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    kept = run.keep({})
+    for step in run.steps(NUM_STEPS, microbatches=NUM_MICROBATCHES):
+        with step:
+            compute(step, model)
+        kept["hidden"] = torch.zeros(3)

@@ -1,0 +1,50 @@
+"""What a script keeps from step to step is part of the run's state."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import kept_scripts
+import loops
+import pytest
+import torch
+from harness import run_in_processes
+from test_script_habits import run_habit
+
+from pipelines.loop.script import script_of
+
+
+@pytest.mark.parametrize("layout", ["dp=2,fsdp=2", "dp=3"])
+def test_kept_objects_are_those_of_a_plain_loop_through_deaths(layout: str, tmp_path: Path) -> None:
+    run = run_habit(tmp_path, "follows", layout=layout, module=kept_scripts)
+    losses, averaged = zip(*kept_scripts.plain_follows(), strict=True)
+    assert list(run.losses().values()) == pytest.approx(losses, rel=1e-9)
+    [file] = (tmp_path / "marks").glob("averaged-*.pt")
+    saved = torch.load(file)
+    assert saved.keys() == averaged[-1].keys()
+    for name, value in saved.items():
+        torch.testing.assert_close(value, averaged[-1][name], rtol=1e-9, atol=1e-12)
+
+
+def test_resumed_run_has_the_kept_objects(tmp_path: Path) -> None:
+    recipe = f"{kept_scripts.__file__}:follows"
+    settings = script_of(kept_scripts.follows).settings
+    for steps in (11, loops.NUM_STEPS):
+        some = settings.model_copy(update={"steps": steps})
+        run = run_in_processes(tmp_path, some, 2, layout="fsdp=2", recipe=recipe)
+        assert run.stopped.outcome == "completed", run.stopped
+    losses, _ = zip(*kept_scripts.plain_follows(), strict=True)
+    assert list(run.losses().values()) == pytest.approx(losses, rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("follows_its_own_loss", "step 2: the scripts of the workers have different learning rate"),
+        ("keeps_its_own_loss", "step 2: the scripts of the workers have different learning rates"),
+        ("adds_later", "run.keep: hidden was added or removed in the loop"),
+    ],
+)
+def test_state_that_cannot_be_shared_is_refused(name: str, reason: str, tmp_path: Path) -> None:
+    run = run_habit(tmp_path, name, 0, "failed", layout="dp=2", module=kept_scripts)
+    assert reason in run.stopped.reason

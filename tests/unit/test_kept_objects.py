@@ -1,0 +1,116 @@
+"""Objects that a script keeps are read, restored and refused as named tensors."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from pipelines.loop.prepared.errors import LoopMisused
+from pipelines.loop.prepared.kept_objects import KeptObjects
+from pipelines.loop.prepared.script_state import ScriptState
+from pipelines.loop.prepared.script_values import ScriptValues
+
+
+class Average:
+    """An object of a library: numbers, tensors and others, in lists."""
+
+    def __init__(self) -> None:
+        self.state: dict[str, Any] = {"decay": 0.5, "shadow": [torch.ones(2)], "collected": None}
+
+    def state_dict(self) -> dict[str, Any]:
+        return self.state
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.state = state
+
+
+def kept_of(*items: Any) -> KeptObjects:
+    kept = KeptObjects()
+    for item in items:
+        kept.add(item)
+    kept.begin()
+    return kept
+
+
+def test_objects_are_restored_to_the_beginning_of_the_step() -> None:
+    tensor, numbers, module, average = (
+        torch.zeros(3), {"rounds": 1, "is_good": True, "mean": 0.5}, nn.BatchNorm1d(2), Average(),
+    )  # fmt: skip
+    kept = kept_of(tensor, numbers, module, average)
+    tensor += 1
+    numbers["rounds"] = 2
+    kept.keep()
+    tensor += 5
+    numbers.update(rounds=9, is_good=False, mean=7.0)
+    module(torch.randn(4, 2))
+    average.state["shadow"][0] += 1
+    average.state["decay"] = 0.9
+    kept.restore()
+    assert tensor.tolist() == [1.0] * 3
+    assert numbers == {"rounds": 2, "is_good": True, "mean": 0.5}
+    assert type(numbers["rounds"]) is int and type(numbers["is_good"]) is bool
+    assert module.num_batches_tracked == 0 and module.running_mean.tolist() == [0, 0]
+    assert average.state["decay"] == 0.5 and average.state["collected"] is None
+    assert average.state["shadow"][0].tolist() == [1.0, 1.0]
+
+
+def test_restored_objects_do_not_share_memory_with_what_is_kept() -> None:
+    shadow = {"weight": torch.zeros(2)}
+    kept = kept_of(shadow)
+    kept.restore()
+    shadow["weight"] += 1
+    kept.restore()
+    assert shadow["weight"].tolist() == [0.0, 0.0]
+
+
+def test_values_of_step_0_do_not_change_later() -> None:
+    tensor = torch.zeros(2)
+    kept = KeptObjects()
+    kept.add(tensor)
+    initial = kept.begin()
+    tensor += 1
+    kept.keep()
+    assert [value.tolist() for value in initial.values()] == [[0.0, 0.0]]
+
+
+def grow(kept: dict[str, Any]) -> None:
+    kept["mean"] = torch.zeros(3)
+
+
+def add(kept: dict[str, Any]) -> None:
+    kept["other"] = 1.0
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [(grow, "mean has changed from shape \\(2,\\)"), (add, "other was added or removed")],
+)
+def test_other_shapes_and_names_are_refused(change: Any, reason: str) -> None:
+    numbers = {"mean": torch.zeros(2)}
+    kept = kept_of(numbers)
+    change(numbers)
+    with pytest.raises(LoopMisused, match=reason):
+        kept.keep()
+
+
+@pytest.mark.parametrize("item", [3.0, [1.0], {"name": "text"}, {"inner": {"a": 1}}])
+def test_objects_whose_values_cannot_be_written_are_refused(item: Any) -> None:
+    with pytest.raises(LoopMisused, match=r"run\.keep"):
+        KeptObjects().add(item)
+
+
+@pytest.mark.parametrize(
+    ("factor", "is_shared"), [(1.0, True), (1 + 1e-7, True), (1.1, False), (float("nan"), False)]
+)
+def test_workers_with_other_values_are_found_by_their_fingerprints(
+    factor: float, is_shared: bool
+) -> None:
+    states = []
+    for number in range(3):
+        tensor = torch.linspace(1, 5, 100) * (factor if number == 1 else 1.0)
+        states.append(ScriptState(ScriptValues([], []), kept_of(tensor)))
+    totals = [sum(numbers) for numbers in zip(*(s.fingerprint() for s in states), strict=True)]
+    assert all(state.is_shared(totals, 3) for state in states) == is_shared
