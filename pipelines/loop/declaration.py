@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from pipelines.loop.prepared.called_module import CalledModels
+from pipelines.loop.prepared.carried_state import CarriedState
 from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.prepared.model import plain
 from pipelines.loop.prepared.optimizer_factory import ScriptOptimizerFactory
@@ -50,6 +51,7 @@ class Declaration:
     collate: Callable[[list[Any]], Any]
     microbatch: int
     counts: StepCounts
+    carried: CarriedState
     evaluation: EvaluationSetup | None = None
     reading: ReadingSettings = field(default_factory=ReadingSettings)
     begin_reader: Callable[[int], None] | None = None

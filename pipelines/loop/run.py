@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sized
 from functools import partial
+from inspect import currentframe
+from types import FrameType
 from typing import Any
 
 from torch import nn
@@ -16,6 +18,7 @@ from torch.utils.data import DataLoader, RandomSampler
 from actors.runtime.program import Evaluation
 from pipelines.loop.declaration import Declaration, EvaluationSetup, StepCounts
 from pipelines.loop.prepared.called_module import CalledModels
+from pipelines.loop.prepared.carried_state import CarriedState
 from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.prepared.kept_objects import KeptObjects
 from pipelines.loop.prepared.loss_scaler import LossScaler
@@ -122,7 +125,9 @@ class Run:
         committed step. Code below the loop runs on the first worker.
         """
         counts = StepCounts(num_steps, microbatches, updates_per_batch)
-        return self._begin(self._declared(counts, max_grad_norm))
+        frame = currentframe()
+        script = frame.f_back if frame else None
+        return self._begin(self._declared(counts, max_grad_norm, script))
 
     def stop(self) -> None:
         """End the run with the present step, as completed. All workers must call it."""
@@ -133,7 +138,9 @@ class Run:
         if self._at.is_first_worker:
             print(*values, flush=True)
 
-    def _declared(self, counts: StepCounts, max_grad_norm: float | None) -> Declaration:
+    def _declared(
+        self, counts: StepCounts, max_grad_norm: float | None, script: FrameType | None
+    ) -> Declaration:
         for name, count in vars(counts).items():
             if count < 1:
                 raise LoopMisused(f"run.steps: {name}={count} must be at least 1")
@@ -155,10 +162,19 @@ class Run:
             loader.collate_fn,
             loader.batch_size,
             counts,
+            CarriedState(script, self._known()),
             self._evaluation,
             _reading_of(loader),
             loader.worker_init_fn,
         )
+
+    def _known(self) -> Iterator[Any]:
+        """The objects and tensors that are part of the run's state."""
+        yield from self._kept.objects
+        for model in self._models.declared:
+            yield from model.modules()
+            yield from model.parameters()
+            yield from model.buffers()
 
     def _note_step(self, optimizer: Optimizer) -> None:
         """Called where a script would step this optimizer."""

@@ -185,6 +185,7 @@ class LoopThread:
                     at.is_stopped = False
                     continue
                 state.keep()
+                _report(declaration.carried.changed(), at.is_first_worker)
                 if at.is_stopped:
                     break
         except GeneratorExit:
@@ -233,6 +234,17 @@ class LoopThread:
         except BaseException as error:
             self._end = _as_failure(error)
         self._outcomes.put(self._end)
+
+
+def _report(carried: list[str], is_first_worker: bool) -> None:
+    """Print once what the script carries from step to step without the run's knowledge."""
+    if carried and is_first_worker:
+        print(
+            f"elastic: {', '.join(carried)}: the script changes it from step to step, but it is "
+            "not part of the run's state: a worker that joins and a resumed run begin with its "
+            "first values. If training depends on it, pass it to run.keep before the loop",
+            flush=True,
+        )
 
 
 def _as_failure(error: BaseException) -> BaseException:

@@ -101,3 +101,15 @@ def adds_later(run: Run) -> None:
         with step:
             compute(step, model)
         kept["hidden"] = torch.zeros(3)
+
+
+def forgets_to_keep(run: Run) -> None:
+    """Averaged weights that a worker which joins does not have."""
+    model, optimizer, _, loader = build_training(is_scheduled=False)
+    averaged = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(0.8))
+    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    for step in run.steps(4, microbatches=NUM_MICROBATCHES):
+        with step:
+            compute(step, model)
+        if step.committed:
+            averaged.update_parameters(model)

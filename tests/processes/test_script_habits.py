@@ -27,7 +27,7 @@ def run_habit(
     **options: Any,
 ) -> Outcome:
     """A run in which workers die and others join, so that the layout changes."""
-    (marks := folder / "marks").mkdir()
+    (marks := folder / "marks").mkdir(parents=True)
     run = run_in_processes(
         folder,
         script_of(getattr(module, name)).settings,

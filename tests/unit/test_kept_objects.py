@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from inspect import currentframe
 from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+from pipelines.loop.prepared.carried_state import CarriedState
 from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.prepared.kept_objects import KeptObjects
 from pipelines.loop.prepared.script_state import ScriptState
@@ -114,3 +116,31 @@ def test_workers_with_other_values_are_found_by_their_fingerprints(
         states.append(ScriptState(ScriptValues([], []), kept_of(tensor)))
     totals = [sum(numbers) for numbers in zip(*(s.fingerprint() for s in states), strict=True)]
     assert all(state.is_shared(totals, 3) for state in states) == is_shared
+
+
+class Trainer:
+    """An object of a script's own class."""
+
+    def __init__(self) -> None:
+        self.average = {"weight": torch.zeros(2)}
+
+
+def test_variables_that_change_and_are_not_kept_are_named() -> None:
+    model, teacher, metric = nn.Linear(2, 2), nn.Linear(2, 2), nn.Module()
+    metric.register_buffer("counts", torch.zeros(2))
+    trainer, kept, losses, hidden = Trainer(), torch.zeros(2), [], torch.zeros(2)
+    parameters, unchanged = list(model.parameters()), [torch.zeros(2)]
+    known = [model, *model.parameters(), kept]
+    carried = CarriedState(currentframe(), known)
+    assert carried.changed() == []
+    with torch.no_grad():
+        parameters[0] += 1
+    kept += 1
+    losses.append(torch.zeros(()))
+    assert carried.changed() == []
+    trainer.average["weight"] = trainer.average["weight"] * 0.9
+    hidden += 1
+    metric.counts += teacher(torch.ones(2)).detach()
+    assert carried.changed() == ["metric", "trainer.average", "hidden"]
+    hidden += 1
+    assert carried.changed() == [] and unchanged

@@ -23,7 +23,7 @@ class KeptObjects:
     """
 
     def __init__(self) -> None:
-        self._objects: list[Any] = []
+        self.objects: list[Any] = []
         self.kept: dict[str, Tensor] = {}
         """The values at the beginning of the present step."""
 
@@ -38,11 +38,11 @@ class KeptObjects:
                 "place, a dictionary of tensors and numbers, or an object with state_dict() and "
                 "load_state_dict()"
             )
-        if any(item is known for known in self._objects):
+        if any(item is known for known in self.objects):
             return
         if isinstance(item, MutableMapping):
             _refuse_other_values(item)
-        self._objects.append(item)
+        self.objects.append(item)
 
     def begin(self) -> dict[str, Tensor]:
         """Take the values of step 0, and return copies of them."""
@@ -74,7 +74,7 @@ class KeptObjects:
     @torch.no_grad()
     def restore(self) -> None:
         """Begin a step again, or in another worker's place, with its values."""
-        for number, item in enumerate(self._objects):
+        for number, item in enumerate(self.objects):
             prefix = _root(number)
             match item:
                 case Tensor():
@@ -96,7 +96,7 @@ class KeptObjects:
     def _live(self) -> dict[str, Tensor]:
         """The live tensors, and numbers as tensors."""
         live: dict[str, Tensor] = {}
-        for number, item in enumerate(self._objects):
+        for number, item in enumerate(self.objects):
             is_plain = isinstance(item, Tensor | MutableMapping)
             live.update(
                 _leaves(item if is_plain else item.state_dict(), f"{SEPARATOR}{number}{SEPARATOR}")

@@ -1,0 +1,86 @@
+"""Finds variables of a script that change from step to step but are not part of the run's state."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from types import FrameType
+from typing import Any
+from weakref import ref
+
+from torch import Tensor, nn
+
+from actors.distributed.torch_private import num_changes
+
+NUM_WATCHED_STEPS = 3
+"""After these a script's variables are no longer looked at."""
+
+
+NUM_LOOKED_AT = 1000
+_Mark = tuple["ref[Tensor]", int]
+
+
+class CarriedState:
+    """The modules, tensors and collections of tensors that a script has made before its loop.
+
+    Variables of its function are watched, and attributes of objects of its own classes.
+    """
+
+    def __init__(self, frame: FrameType | None, known: Iterable[Any]) -> None:
+        """`frame` is that of the script's function; known objects and tensors are not watched."""
+        self._known = {id(item) for item in known}
+        self._watched = {
+            name: (value, self._marks(value))
+            for name, value in _variables(frame)
+            if isinstance(value, nn.Module | Tensor | list | dict) and id(value) not in self._known
+        }
+        self._num_steps = 0
+
+    def changed(self) -> list[str]:
+        """The names of those that have changed since the step before; for the first steps only."""
+        self._num_steps += 1
+        names = [
+            name for name, (value, old) in self._watched.items() if _differ(self._marks(value), old)
+        ]
+        if self._num_steps == NUM_WATCHED_STEPS or names:
+            self._watched = {}
+        return names
+
+    def _marks(self, value: Any) -> list[_Mark]:
+        """Which tensors a value has, and how often each has been changed."""
+        return [
+            (ref(tensor), num_changes(tensor))
+            for tensor in _tensors_of(value)
+            if id(tensor) not in self._known and not tensor.is_inference()
+        ]
+
+
+def _differ(new: list[_Mark], old: list[_Mark]) -> bool:
+    return len(new) != len(old) or any(
+        a() is not b() or i != k for (a, i), (b, k) in zip(new, old, strict=True)
+    )
+
+
+def _variables(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
+    if frame is None:
+        return
+    for name, value in frame.f_locals.items():
+        is_own = type(value).__module__ == frame.f_globals.get("__name__")
+        if is_own and not isinstance(value, nn.Module | Tensor):
+            for key, part in getattr(value, "__dict__", {}).items():
+                yield f"{name}.{key}", part
+        else:
+            yield name, value
+
+
+def _tensors_of(value: Any) -> Iterator[Tensor]:
+    """Its tensors of several elements: single numbers are mostly notes of what has happened."""
+    match value:
+        case nn.Module():
+            tensors = [*value.parameters(), *value.buffers()]
+        case Tensor():
+            tensors = [value]
+        case Mapping():
+            tensors = [part for part in value.values() if isinstance(part, Tensor)]
+        case _:
+            tensors = [part for part in value[:NUM_LOOKED_AT] if isinstance(part, Tensor)]
+    return (tensor for tensor in tensors if tensor.numel() > 1)
