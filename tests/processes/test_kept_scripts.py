@@ -48,12 +48,3 @@ def test_resumed_run_has_the_kept_objects(tmp_path: Path) -> None:
 def test_state_that_cannot_be_shared_is_refused(name: str, reason: str, tmp_path: Path) -> None:
     run = run_habit(tmp_path, name, 0, "failed", layout="dp=2", module=kept_scripts)
     assert reason in run.stopped.reason
-
-
-def test_worker_says_once_what_its_script_does_not_keep(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
-    run_habit(tmp_path, "forgets_to_keep", 0, layout="dp=2", module=kept_scripts)
-    run_habit(tmp_path / "kept", "follows", layout="dp=3", module=kept_scripts)
-    [line] = [line for line in capfd.readouterr().out.splitlines() if "run.keep" in line]
-    assert line.startswith("elastic: averaged: the script changes it from step to step")

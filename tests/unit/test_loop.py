@@ -193,6 +193,27 @@ def test_take_raises_the_exception_of_the_script() -> None:
         take(Loop(exits, 0))
 
 
+def test_script_reports_once_what_it_carries_without_keeping_it(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    def script(run: Run) -> None:
+        declare(run)
+        hidden, kept = torch.zeros(3), run.keep(torch.zeros(3))
+        for step in run.steps(4):
+            with step:
+                for points in step.batches():
+                    step.backward(points.sum() * torch.ones((), requires_grad=True))
+            hidden += 1
+            kept += 1
+
+    loop = Loop(script, 0)
+    loop.is_first_worker = True
+    for number in (1, 2, 3):
+        take(loop, number)
+    [line] = capsys.readouterr().out.splitlines()
+    assert line.startswith("elastic: hidden: the script changes it from step to step")
+
+
 def test_stuck_script_is_abandoned_and_restarted() -> None:
     """A new thread computes; the stuck one ends when it returns."""
     is_stuck, may_continue, started, ended = threading.Event(), threading.Event(), [], []
