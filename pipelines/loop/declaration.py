@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
 
 from pipelines.loop.prepared.called_module import CalledModels
 from pipelines.loop.prepared.carried_state import CarriedState
+from pipelines.loop.prepared.data_source import DataSource
 from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.prepared.model import plain
 from pipelines.loop.prepared.optimizer_factory import ScriptOptimizerFactory
-from pipelines.settings import ReadingSettings
 from pipelines.settings.recipe import Dataset
 from pipelines.training.models.joined_model import joined
 
@@ -40,22 +40,17 @@ class StepCounts:
 class Declaration:
     """All that a script declares.
 
-    A step's batch is `counts.microbatches` microbatches of `microbatch` samples, whatever the
+    A step's batch is `counts.microbatches` microbatches of `source.microbatch` samples, with any
     number of workers.
     """
 
     called: CalledModels
     """The targets of the calls of the declared modules."""
     optimizer_factory: ScriptOptimizerFactory
-    dataset: Dataset
-    collate: Callable[[list[Any]], Any]
-    microbatch: int
+    source: DataSource
     counts: StepCounts
     carried: CarriedState
     evaluation: EvaluationSetup | None = None
-    reading: ReadingSettings = field(default_factory=ReadingSettings)
-    begin_reader: Callable[[int], None] | None = None
-    """The loader's `worker_init_fn`."""
 
     @property
     def model(self) -> nn.Module:
@@ -65,11 +60,7 @@ class Declaration:
     @property
     def batch(self) -> int:
         """Samples per step."""
-        return self.microbatch * self.counts.microbatches
-
-    @property
-    def num_samples(self) -> int:
-        return len(self.dataset)
+        return self.source.microbatch * self.counts.microbatches
 
 
 class NotDeclared(LoopMisused):

@@ -277,7 +277,7 @@ class LoopReplica(ShardedReplica):
         return [spec for spec in specs if spec.kind != "optimizer"]
 
     def _position(self, step: int) -> Position:
-        num_samples, updates = self.workload.num_samples, self.settings.updates_per_batch
-        num_batches, update = divmod(step - 1, updates)
-        epoch = num_batches * self.settings.batch // num_samples if num_samples else 0
+        epoch_size = self.loop.declaration.source.epoch_size
+        num_batches, update = divmod(step - 1, self.settings.updates_per_batch)
+        epoch = num_batches * self.settings.batch // epoch_size if epoch_size else 0
         return Position(epoch, update)

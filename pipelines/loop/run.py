@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sized
+from collections.abc import Callable, Iterator
 from functools import partial
 from inspect import currentframe
 from types import FrameType
@@ -13,12 +13,13 @@ from torch import nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader
 
 from actors.runtime.program import Evaluation
 from pipelines.loop.declaration import Declaration, EvaluationSetup, StepCounts
 from pipelines.loop.prepared.called_module import CalledModels
 from pipelines.loop.prepared.carried_state import CarriedState
+from pipelines.loop.prepared.data_source import DataSource, drawn_by, source_of
 from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.prepared.kept_objects import KeptObjects
 from pipelines.loop.prepared.loss_scaler import LossScaler
@@ -32,8 +33,6 @@ from pipelines.loop.prepared.wrappers import (
     PreparedScheduler,
 )
 from pipelines.loop.step import Step
-from pipelines.reading.stream import is_stream
-from pipelines.settings import ReadingSettings
 from pipelines.settings.recipe import Dataset
 from pipelines.training.models.joined_model import joined
 
@@ -57,7 +56,7 @@ class Run:
         self._scaler: LossScaler | None = None
         self._kept = KeptObjects()
         self._factory: ScriptOptimizerFactory | None = None
-        self._loader: DataLoader[Any] | None = None
+        self._source: DataSource | None = None
         self._evaluation: EvaluationSetup | None = None
 
     def prepare(self, *objects: Any) -> Any:
@@ -69,6 +68,16 @@ class Run:
         """
         prepared = tuple(self._prepared(item) for item in objects)
         return prepared[0] if len(prepared) == 1 else prepared
+
+    def draw(self, function: Callable[..., Any], *arguments: Any) -> None:
+        """Train on what a function draws, in place of a loader, before the loop.
+
+        Each call, `function(*arguments)`, returns a microbatch. The random generators of torch,
+        Python and NumPy have a seed of their own for each, so that all workers draw what one
+        would. Raises `LoopMisused` for a function that has another state.
+        """
+        _refuse_second(self._source, "loader")
+        self._source = drawn_by(function, arguments)
 
     def keep(self, *objects: Any) -> Any:
         """Make objects that the script itself changes part of the run's state, before the loop.
@@ -144,28 +153,22 @@ class Run:
         for name, count in vars(counts).items():
             if count < 1:
                 raise LoopMisused(f"run.steps: {name}={count} must be at least 1")
-        models, optimizers, loader = self._models.declared, self._optimizers, self._loader
-        if not models or not optimizers or loader is None:
-            kinds = {"model": models or None, "optimizer": optimizers or None, "loader": loader}
+        models, optimizers, source = self._models.declared, self._optimizers, self._source
+        if not models or not optimizers or source is None:
+            kinds = {"model": models or None, "optimizer": optimizers or None, "loader": source}
             missing = [kind for kind, item in kinds.items() if item is None]
             raise LoopMisused(f"run.steps: pass run.prepare the {' and the '.join(missing)} first")
         names = {parameter: name for name, parameter in joined(models).named_parameters()}
         self._factory = ScriptOptimizerFactory(
             optimizers, self._schedulers, names, max_grad_norm, self._scaler, self._kept
         )
-        dataset: Any = loader.dataset
-        assert loader.batch_size is not None
         return Declaration(
             self._models,
             self._factory,
-            dataset,
-            loader.collate_fn,
-            loader.batch_size,
+            source,
             counts,
             CarriedState(script, self._known()),
             self._evaluation,
-            _reading_of(loader),
-            loader.worker_init_fn,
         )
 
     def _known(self) -> Iterator[Any]:
@@ -202,9 +205,8 @@ class Run:
                 self._scaler = LossScaler(item)
                 return PreparedScaler(item, self._scaler, self._at)
             case DataLoader():
-                _refuse_second(self._loader, "loader")
-                _refuse_other_order(item)
-                self._loader = item
+                _refuse_second(self._source, "loader")
+                self._source = source_of(item)
                 return PreparedLoader(item)
         raise LoopMisused(
             f"run.prepare: cannot prepare {type(item).__name__}; pass a model, an optimizer, "
@@ -212,47 +214,8 @@ class Run:
         )
 
 
-def _reading_of(loader: DataLoader[Any]) -> ReadingSettings:
-    """The run's settings for the reader processes that a loader asks for."""
-    changes: dict[str, Any] = {}
-    if loader.prefetch_factor is not None:
-        changes["prefetch_factor"] = loader.prefetch_factor
-    if loader.timeout:
-        changes["sample_timeout_s"] = loader.timeout
-    return ReadingSettings(num_readers=loader.num_workers, pin_memory=loader.pin_memory, **changes)
-
-
 def _refuse_second(known: Any, kind: str) -> None:
     if known is not None:
         advice = "; for held-out samples use run.evaluation(dataset, losses)"
         advice = advice if kind == "loader" else ""
         raise LoopMisused(f"run.prepare: a second {kind}; a run trains with one{advice}")
-
-
-def _refuse_other_order(loader: DataLoader[Any]) -> None:
-    """Raise `LoopMisused` for a loader with its own order: the run determines a step's samples."""
-    dataset = loader.dataset
-    if is_stream(dataset):
-        if loader.batch_size is None:
-            raise LoopMisused("run.prepare: give the loader a batch_size, that of a microbatch")
-        return
-    if not isinstance(dataset, Sized):
-        raise LoopMisused(
-            "run.prepare: the loader's dataset needs __len__ and __getitem__, so that any worker "
-            "can read any sample, or __iter__, which begins again each time"
-        )
-    sampler = loader.sampler
-    is_plain = (
-        isinstance(sampler, RandomSampler)
-        and loader.batch_size is not None
-        and not sampler.replacement
-        and sampler.num_samples == len(dataset)
-    )
-    if not is_plain:
-        raise LoopMisused(
-            "run.prepare: the loader has its own order, but all workers must know the order: set "
-            "shuffle=True without a sampler (for held-out samples use "
-            "run.evaluation(dataset, losses))"
-        )
-    if not len(dataset):
-        raise LoopMisused("run.prepare: the loader's dataset is empty")

@@ -76,27 +76,27 @@ def settings_of(declaration: Declaration) -> TrainSettings:
         model=CustomModelSettings(),
         batch=declaration.batch,
         updates_per_batch=declaration.counts.updates_per_batch,
-        microbatch=declaration.microbatch,
+        microbatch=declaration.source.microbatch,
         steps=declaration.counts.num_steps,
-        reading=declaration.reading,
+        reading=declaration.source.reading,
         dtype=DTYPES.get(first.dtype, "float32"),
     )
 
 
 def recipe_of(declaration: Declaration, settings: TrainSettings) -> Recipe:
     """A recipe of what was declared, without the training passes, which the loop drives."""
-    evaluation, dataset = declaration.evaluation, declaration.dataset
+    evaluation, source = declaration.evaluation, declaration.source
     return Recipe(
         model=partial(_copied, declaration.model),
         loss=_no_held_out_data,
         optimizer=declaration.optimizer_factory.build,
         max_grad_norm=declaration.optimizer_factory.max_grad_norm,
-        data=lambda: dataset,
+        data=lambda: source.dataset,
         held_out=(lambda: evaluation.dataset) if evaluation else None,
         evaluation=evaluation.losses if evaluation else None,
         metrics=evaluation.metrics if evaluation else {},
-        collate=declaration.collate,
-        begin_reader=declaration.begin_reader,
+        collate=source.collate,
+        begin_reader=source.begin_reader,
         settings=settings,
     )
 

@@ -10,7 +10,7 @@ from test_loop import MODULE, make_loader, take
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, IterableDataset, TensorDataset
+from torch.utils.data import DataLoader, TensorDataset
 
 from pipelines.loop import Run
 from pipelines.loop.loop import Loop
@@ -19,12 +19,7 @@ from pipelines.loop.prepared.optimizer_factory import ScriptOptimizerFactory
 from pipelines.loop.script import script_of
 from pipelines.loop.thread import Request
 
-
-class Stream(IterableDataset[Any]):
-    def __iter__(self) -> Any:
-        return iter(())
-
-
+SAMPLES = TensorDataset(torch.ones(4, 2))
 MODEL = nn.Linear(2, 1)
 
 
@@ -41,10 +36,9 @@ def scheduled_optimizer() -> SGD:
     ("objects", "message"),
     [
         ((3,), "cannot prepare int; pass a model"),
-        ((MODEL, nn.Linear(1, 1)), "a second model"),
         ((DataLoader(each for each in [1.0]),), "or __iter__, which begins again each time"),
-        ((DataLoader(Stream(), batch_size=None),), "give the loader a batch_size"),
-        ((DataLoader(TensorDataset(torch.ones(4))),), "shuffle=True"),
+        ((DataLoader(SAMPLES, sampler=[2]),), "a list, whose order"),
+        ((DataLoader(SAMPLES, batch_sampler=[[0, 2]]),), "a batch_sampler, whose order"),
         ((MODEL,), "the optimizer and the loader"),
         ((MODEL, SGD(nn.Linear(1, 1).parameters()), make_loader()), "the model does not have"),
         ((MODEL, SGD([MODEL.bias]), make_loader()), "lacks parameter weight"),
@@ -153,20 +147,29 @@ def test_part_of_the_model_between_two_steps_has_the_trained_values() -> None:
     assert loop.await_arrival() and loop.request is None
 
 
-def test_several_optimizers_are_stepped_all_or_none() -> None:
+def test_only_optimizers_that_the_script_steps_step_or_all() -> None:
     model = nn.Linear(2, 1)
     optimizers = [SGD([model.weight], lr=0.1), SGD([model.bias], lr=0.1)]
     names = {parameter: name for name, parameter in model.named_parameters()}
-    values = ScriptOptimizerFactory(optimizers, [], names, None).values
-    values.refuse_partial_step()
+    factory = ScriptOptimizerFactory(optimizers, [], names, None)
+    values = factory.values
+    assert factory.is_stepped("weight") and factory.is_stepped("bias")
     values.note_step(optimizers[1])
-    with pytest.raises(LoopMisused, match="has stepped 1 of its 2 optimizers"):
-        values.refuse_partial_step()
-    values.note_step(optimizers[0])
-    values.refuse_partial_step()
+    assert not factory.is_stepped("weight") and factory.is_stepped("bias")
     values.keep()
     values.take(optimizers[0])  # by a scheduler
-    values.refuse_partial_step()
+    assert factory.is_stepped("weight") and factory.is_stepped("bias")
+
+
+def test_second_model_without_an_optimizer_is_refused() -> None:
+    def script(run: Run) -> None:
+        loader = DataLoader(TensorDataset(torch.zeros(4, 2)), batch_size=2, shuffle=True)
+        model = nn.Linear(2, 1)
+        run.prepare(model, nn.Linear(2, 2), SGD(model.parameters(), lr=0.1), loader)
+        next(run.steps(1))
+
+    with pytest.raises(LoopMisused, match=r"the optimizer lacks parameter 1\.weight: .* run\.keep"):
+        script_of(script)
 
 
 def test_parameter_of_two_optimizers_is_refused() -> None:

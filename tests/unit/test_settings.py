@@ -213,6 +213,7 @@ def test_list_of_training_settings_is_frozen() -> None:
         "init_from",
         "batch",
         "microbatch",
+        "updates_per_batch",
         "dtype",
     }
 

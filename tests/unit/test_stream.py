@@ -11,7 +11,8 @@ import torch
 from torch.utils.data import IterableDataset
 
 from pipelines.errors import UserError
-from pipelines.reading.stream import Stream, is_stream, map_style, open_indexed
+from pipelines.reading.indexed import map_style, open_indexed
+from pipelines.reading.stream import Stream, is_stream
 from pipelines.settings import TrainSettings
 
 

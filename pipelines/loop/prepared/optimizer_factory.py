@@ -121,7 +121,8 @@ class ScriptOptimizerFactory:
         if missing:
             raise LoopMisused(
                 f"run.prepare: the optimizer lacks parameter {missing[0]}: give it all of the "
-                "model's, or freeze the others (requires_grad_(False))"
+                "model's, or freeze the others (requires_grad_(False)); a model that the script "
+                "updates itself goes to run.keep"
             )
 
 

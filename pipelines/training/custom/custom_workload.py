@@ -18,9 +18,11 @@ from torch.optim import Optimizer
 from elastic.geometry.model_limits import Limits
 from elastic.geometry.regions import Region
 from pipelines.errors import UserError
+from pipelines.reading.endless import Endless
+from pipelines.reading.indexed import map_style, open_indexed
 from pipelines.reading.pass_reader import PassReader, num_samples_of, request_of, seed_host
 from pipelines.reading.readers import Readers
-from pipelines.reading.stream import Stream, map_style, open_indexed
+from pipelines.reading.stream import Stream
 from pipelines.settings import MlpSettings
 from pipelines.settings.recipe import Dataset, Losses, Recipe
 from pipelines.training.custom.block_flow import flow_of
@@ -81,7 +83,7 @@ class CustomWorkload:
         self.held_out = map_style(recipe.held_out(), "held_out") if recipe.held_out else None
         self.num_samples = len(self.train)
         self.num_held_out = len(self.held_out) if self.held_out is not None else 0
-        if not self.num_samples and not isinstance(self.train, Stream):
+        if not self.num_samples and not isinstance(self.train, Stream | Endless):
             raise UserError("the recipe's data have no sample: their len() is 0")
         self.metrics: dict[str, Metric] = {
             name: partial(_counted, metric) for name, metric in sorted(recipe.metrics.items())

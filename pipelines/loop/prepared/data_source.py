@@ -1,0 +1,139 @@
+"""What a script trains on: its loader, or a function that draws batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    RandomSampler,
+    SequentialSampler,
+    Subset,
+    SubsetRandomSampler,
+    WeightedRandomSampler,
+)
+
+from pipelines.loop.prepared.errors import LoopMisused
+from pipelines.reading.endless import DrawnBatches, InSequence, WithReplacement
+from pipelines.reading.stream import is_stream
+from pipelines.settings import ReadingSettings
+from pipelines.settings.recipe import Dataset
+from pipelines.training.custom.custom_module import seeded
+from pipelines.training.workload.trees import tensors_in
+
+
+@dataclass(frozen=True)
+class DataSource:
+    """Samples, how those of a microbatch become a batch, and how they are read."""
+
+    dataset: Dataset
+    collate: Callable[[list[Any]], Any]
+    microbatch: int
+    epoch_size: int = 0
+    """The number of samples of an epoch; 0: not known."""
+    reading: ReadingSettings = field(default_factory=ReadingSettings)
+    begin_reader: Callable[[int], None] | None = None
+    """The loader's `worker_init_fn`."""
+
+
+def source_of(loader: DataLoader[Any]) -> DataSource:
+    """The samples of a loader, in its order. Raises `LoopMisused` for an order that other workers
+    cannot know."""
+    collate, size = loader.collate_fn, loader.batch_size
+    if size is None and loader.batch_sampler is None:  # the dataset has batches, not samples
+        collate, size = _OfOne(loader.collate_fn), 1
+    if size is None:
+        raise _other_order("a batch_sampler")
+    dataset, length = _ordered(loader)
+    return DataSource(
+        dataset,
+        collate,
+        size,
+        length,
+        _reading_of(loader),
+        loader.worker_init_fn,
+    )
+
+
+def drawn_by(function: Callable[..., Any], arguments: Sequence[Any]) -> DataSource:
+    """Microbatches that a function draws. Raises `LoopMisused` if it does not return the same when
+    the random generators have the same seeds."""
+    drawn = DrawnBatches(function, arguments)
+    with seeded(0):
+        first, second = drawn[0], drawn[0]
+    pairs = zip(tensors_in(first), tensors_in(second), strict=False)
+    if not all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs):
+        name = getattr(function, "__name__", type(function).__name__)
+        raise LoopMisused(
+            f"run.draw: {name} returns other values when it is called again with the same random "
+            "seeds, as it has a position or a generator of its own: pass run.prepare a DataLoader "
+            "with batch_size=None of an IterableDataset that yields its batches"
+        )
+    return DataSource(drawn, _OfOne(), 1)
+
+
+class _OfOne:
+    """The `collate` of a microbatch of one item, which is a whole batch."""
+
+    def __init__(self, convert: Callable[[Any], Any] | None = None) -> None:
+        self._convert = convert
+
+    def __call__(self, items: list[Any]) -> Any:
+        [item] = items
+        return item if self._convert is None else self._convert(item)
+
+
+def _ordered(loader: DataLoader[Any]) -> tuple[Dataset, int]:
+    """The loader's dataset, so that the run reads it in the loader's order; and the number of
+    samples of an epoch, 0 if it is not known."""
+    dataset: Dataset = loader.dataset  # type: ignore[assignment]
+    if is_stream(dataset):
+        return dataset, 0
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
+        raise LoopMisused(
+            "run.prepare: the loader's dataset needs __len__ and __getitem__, so that any worker "
+            "can read any sample, or __iter__, which begins again each time"
+        )
+    if not len(dataset):
+        raise LoopMisused("run.prepare: the loader's dataset is empty")
+    return _sampled(dataset, loader.sampler)
+
+
+def _sampled(dataset: Dataset, sampler: Any) -> tuple[Dataset, int]:
+    match sampler:
+        case RandomSampler() if sampler.replacement:
+            return WithReplacement(dataset), sampler.num_samples
+        case RandomSampler() if sampler.num_samples == len(dataset):
+            return dataset, len(dataset)
+        case SequentialSampler():
+            return InSequence(dataset), len(dataset)
+        case SubsetRandomSampler():
+            part = Subset(dataset, list(sampler.indices))  # type: ignore[arg-type]
+            return part, len(part)
+        case DistributedSampler():  # the run itself divides the samples among the workers
+            return dataset if sampler.shuffle else InSequence(dataset), len(dataset)
+        case WeightedRandomSampler() if sampler.replacement:
+            return WithReplacement(dataset, sampler.weights.tolist()), sampler.num_samples
+    raise _other_order(f"a {type(sampler).__name__}")
+
+
+def _other_order(what: str) -> LoopMisused:
+    return LoopMisused(
+        f"run.prepare: the loader has {what}, whose order the other workers cannot know: set "
+        "shuffle=True or False without a sampler (for held-out samples use "
+        "run.evaluation(dataset, losses))"
+    )
+
+
+def _reading_of(loader: DataLoader[Any]) -> ReadingSettings:
+    """The run's settings for the reader processes that a loader asks for."""
+    changes: dict[str, Any] = {}
+    if loader.prefetch_factor is not None:
+        changes["prefetch_factor"] = loader.prefetch_factor
+    if loader.timeout:
+        changes["sample_timeout_s"] = loader.timeout
+    return ReadingSettings(num_readers=loader.num_workers, pin_memory=loader.pin_memory, **changes)

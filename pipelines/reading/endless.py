@@ -1,0 +1,68 @@
+"""Data without a length, read by index: in sequence, with replacement, or in drawn batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from elastic.geometry.sample_order import keyed_seed
+from pipelines.reading.pass_reader import seed_host
+from pipelines.reading.stream import UNKNOWN_LENGTH
+from pipelines.settings.recipe import Dataset
+
+
+class Endless:
+    """Every index has a sample, which depends on the index and the run's seed alone."""
+
+    def __init__(self) -> None:
+        self.seed = 0
+
+    def __len__(self) -> int:
+        """Not known: every index exists."""
+        return UNKNOWN_LENGTH
+
+
+class InSequence(Endless):
+    """The samples of a dataset in its order, again and again."""
+
+    def __init__(self, dataset: Dataset) -> None:
+        super().__init__()
+        self._dataset = dataset
+
+    def __getitem__(self, index: int) -> Any:
+        return self._dataset[index % len(self._dataset)]
+
+
+class WithReplacement(Endless):
+    """Samples of a dataset, each drawn independently of the others."""
+
+    def __init__(self, dataset: Dataset, weights: Sequence[float] | None = None) -> None:
+        """The weights of the samples need not sum to 1; None: all are equally likely."""
+        super().__init__()
+        self._dataset = dataset
+        self._ends: NDArray[np.float64] | None = None
+        if weights is not None:
+            self._ends = np.cumsum(np.asarray(weights, dtype=np.float64))
+
+    def __getitem__(self, index: int) -> Any:
+        number = keyed_seed("with replacement", self.seed, index)
+        if self._ends is None:
+            return self._dataset[number % len(self._dataset)]
+        place = number / 2**63 * self._ends[-1]
+        return self._dataset[int(np.searchsorted(self._ends, place, side="right"))]
+
+
+class DrawnBatches(Endless):
+    """Batches that a function draws by the generators of torch, Python and NumPy."""
+
+    def __init__(self, function: Callable[..., Any], arguments: Sequence[Any] = ()) -> None:
+        super().__init__()
+        self._function = function
+        self._arguments = tuple(arguments)
+
+    def __getitem__(self, index: int) -> Any:
+        seed_host(keyed_seed("batch", self.seed, index))
+        return self._function(*self._arguments)

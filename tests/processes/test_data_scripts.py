@@ -1,0 +1,51 @@
+"""Scripts keep the order of their data: in sequence, weighted, drawn by a function, in batches."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+
+import data_scripts
+import pytest
+import torch
+from test_script_habits import run_habit
+from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler, TensorDataset
+
+from pipelines.loop.prepared.data_source import source_of
+from pipelines.loop.prepared.errors import LoopMisused
+from pipelines.loop.script import script_of
+from pipelines.reading.endless import WithReplacement
+
+
+@pytest.mark.parametrize("name", list(data_scripts.PLAIN))
+def test_data_have_the_order_of_the_script_through_deaths(name: str, tmp_path: Path) -> None:
+    run = run_habit(tmp_path, name, module=data_scripts)
+    losses = data_scripts.plain_losses(data_scripts.PLAIN[name])
+    assert list(run.losses().values()) == pytest.approx(list(losses), rel=1e-9)
+
+
+def test_samples_are_drawn_as_often_as_their_weights_say() -> None:
+    weights = [0.0, 1.0, 2.0, 0.0, 5.0]
+    data = WithReplacement(range(5), weights)
+    counts = Counter(data[index] for index in range(8000))
+    assert counts.keys() == {1, 2, 4}
+    for sample, count in counts.items():
+        assert count / 1000 == pytest.approx(weights[sample], rel=0.1)
+    uniform = Counter(WithReplacement(range(4))[index] for index in range(8000))
+    assert all(count / 2000 == pytest.approx(1, rel=0.1) for count in uniform.values())
+
+
+def test_function_with_a_position_is_refused() -> None:
+    with pytest.raises(LoopMisused, match="next_batch returns other values when it is called"):
+        script_of(data_scripts.drawn_by_position)
+
+
+def test_samplers_of_a_part_and_of_torchrun_are_shuffled_by_the_run() -> None:
+    data = TensorDataset(torch.arange(10))
+    part = source_of(DataLoader(data, batch_size=2, sampler=SubsetRandomSampler([3, 5, 7])))
+    assert part.epoch_size == 3 and [int(part.dataset[i][0]) for i in range(3)] == [3, 5, 7]
+    for shuffle in (True, False):
+        sampler = DistributedSampler(data, num_replicas=2, rank=0, shuffle=shuffle)
+        source = source_of(DataLoader(data, batch_size=2, sampler=sampler))
+        assert len(source.dataset) == (10 if shuffle else 0)
+        assert source.epoch_size == 10
