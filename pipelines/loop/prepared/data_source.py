@@ -112,7 +112,7 @@ def _sampled(dataset: Dataset, sampler: Any) -> tuple[Dataset, int]:
         case SequentialSampler():
             return InSequence(dataset), len(dataset)
         case SubsetRandomSampler():
-            part = Subset(dataset, list(sampler.indices))  # type: ignore[arg-type]
+            part: Any = Subset(dataset, list(sampler.indices))  # type: ignore[arg-type]
             return part, len(part)
         case DistributedSampler():  # the run itself divides the samples among the workers
             return dataset if sampler.shuffle else InSequence(dataset), len(dataset)
