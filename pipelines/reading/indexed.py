@@ -8,12 +8,19 @@ from typing import Any
 from pipelines.errors import UserError
 from pipelines.reading.endless import Endless
 from pipelines.reading.stream import Stream, is_stream
+from pipelines.reading.stream_positions import NUM_STEPS, StreamPositions
 from pipelines.settings import TrainSettings
 from pipelines.settings.recipe import Dataset
 
 
-def open_indexed(open_dataset: Callable[[], Any], settings: TrainSettings) -> Dataset:
-    """Open training data that any worker can read by index. Raises `UserError` for other data."""
+def open_indexed(
+    open_dataset: Callable[[], Any], settings: TrainSettings, positions: str | None = None
+) -> Dataset:
+    """Open training data that any worker can read by index.
+
+    `positions` is the folder or URL for the positions of a stream. Raises `UserError` for data that
+    can be iterated only once.
+    """
     dataset = open_dataset()
     if isinstance(dataset, Endless):
         dataset.seed = settings.seed
@@ -22,7 +29,8 @@ def open_indexed(open_dataset: Callable[[], Any], settings: TrainSettings) -> Da
     reading = settings.reading
     num_ahead = reading.prefetch_factor if reading.num_readers else 0  # passes, at most a step each
     num_recent = (2 + num_ahead) * settings.batch
-    return Stream(dataset, settings.microbatch, num_recent, settings.seed)
+    noted = StreamPositions(positions, NUM_STEPS * settings.batch) if positions else None
+    return Stream(dataset, settings.microbatch, num_recent, settings.seed, noted)
 
 
 def map_style(dataset: Any, name: str = "data") -> Dataset:

@@ -15,6 +15,7 @@ from torch.utils.data import IterableDataset
 from elastic.geometry.sample_order import keyed_seed
 from pipelines.errors import UserError
 from pipelines.reading.pass_reader import seed_host
+from pipelines.reading.stream_positions import StreamPosition, StreamPositions, digest_of
 
 UNKNOWN_LENGTH = 0
 
@@ -30,11 +31,20 @@ class Stream:
     """
 
     def __init__(
-        self, dataset: Iterable[Any], num_first: int, num_recent: int, seed: int = 0
+        self,
+        dataset: Iterable[Any],
+        num_first: int,
+        num_recent: int,
+        seed: int = 0,
+        positions: StreamPositions | None = None,
     ) -> None:
         """The first `num_first` samples and the newest `num_recent` can be read again at once;
-        for others the dataset is iterated again."""
+        for others the dataset is iterated again, from a position noted before them if it has
+        `state_dict` and `load_state_dict`."""
         self._dataset = dataset
+        self._positions = positions if _can_continue(dataset) else None
+        self._unused = deepcopy(dataset) if self._positions else dataset
+        """What begins at the beginning, whatever state the dataset has loaded."""
         self._num_first = num_first
         self._num_recent = num_recent
         self._seed = seed
@@ -71,38 +81,69 @@ class Stream:
         for kept in (self._first, self._recent):
             if index in kept:
                 return kept[index]
-        if self._iterator is None or index < self._next:
-            self._recent.clear()
-            self._next = 0
-            self._begin(0)
+        if self._iterator is None or index < self._next or self._is_far(index):
+            self._begin_before(index)
+            if index in self._recent:
+                return self._recent[index]
         while self._next < index:
             self._advance()
         return self._advance()
 
-    def _begin(self, epoch: int) -> None:
+    def _is_far(self, index: int) -> bool:
+        """Whether it pays to look for a noted position."""
+        positions = self._positions
+        return positions is not None and index - self._next > 2 * positions.every
+
+    def _begin_before(self, index: int) -> None:
+        """Begin at the newest known position before a sample."""
+        self._recent.clear()
+        position = self._positions.newest(index) if self._positions else None
+        if position is not None and position.index > 0:
+            self._next = position.index
+            self._begin(position.epoch, position.state)
+            if digest_of(self._advance()) == position.digest:
+                return
+            print("elastic: the dataset does not continue at its state_dict: it begins again")
+            self._recent.clear()
+        if self._positions is not None:
+            self._dataset = deepcopy(self._unused)
+        self._next = 0
+        self._begin(0)
+
+    def _begin(self, epoch: int, state: Any = None) -> None:
         self._epoch = epoch
         if (set_epoch := getattr(self._dataset, "set_epoch", None)) is not None:
             set_epoch(epoch)
         self._seed_with("epoch", epoch)
+        if state is not None:
+            self._dataset.load_state_dict(state)  # type: ignore[attr-defined]
         self._iterator = iter(self._dataset)
 
     def _advance(self) -> Any:
         """The next sample."""
         assert self._iterator is not None
         self._note()
-        number = self._next
+        number, state = self._next, self._state()
         self._seed_with("sample", number)
         try:
             item = next(self._iterator)
         except StopIteration:
-            item = self._first_of_next_epoch()
+            item, state = self._first_of_next_epoch(), None
         self._next = number + 1
+        if state is not None and self._positions:
+            self._positions.note(StreamPosition(number, self._epoch, state, digest_of(item)))
         if number < self._num_first:
             self._first[number] = item
         self._recent[number] = item
         if len(self._recent) > self._num_recent:
             self._recent.popitem(last=False)
         return item
+
+    def _state(self) -> Any:
+        """The dataset's state, where its position is due to be noted."""
+        if self._positions is None or not self._next or self._next % self._positions.every:
+            return None
+        return self._dataset.state_dict()  # type: ignore[attr-defined]
 
     def _first_of_next_epoch(self) -> Any:
         self._begin(self._epoch + 1)
@@ -118,6 +159,10 @@ class Stream:
 
     def _seed_with(self, what: str, number: int) -> None:
         seed_host(keyed_seed("stream", self._seed, what, number))
+
+
+def _can_continue(dataset: object) -> bool:
+    return all(hasattr(type(dataset), name) for name in ("state_dict", "load_state_dict"))
 
 
 def nothing() -> None:

@@ -139,9 +139,8 @@ def make_plan(request: TrainRequest, num_gpus: int) -> RunPlan:
     tracking_uri = _tracking_uri(request)
     options = worker_options(folder.url, settings, faults, request.profile)
     _refuse_unusable(folder)
-    factory = _program(
-        settings, custom, request.data_cache or named_storage(request.storage).at("data").url
-    )
+    data_cache = request.data_cache or named_storage(request.storage).at("data").url
+    factory = _program(settings, custom, data_cache, folder.files.at("stream").url)
     with (
         user_code_errors(f"recipe {name_of(request.recipe)}")
         if custom is not None
@@ -212,11 +211,13 @@ def _samples_file(folder: RunFolder) -> Path:
     return folder.path / "samples.jsonl"
 
 
-def _program(settings: TrainSettings, custom: Recipe | Script | None, data_cache: str) -> Factory:
+def _program(
+    settings: TrainSettings, custom: Recipe | Script | None, data_cache: str, positions: str
+) -> Factory:
     """The factory of the workers' program; prepares the data if necessary."""
     kwargs: dict[str, Any] = {"settings": settings.model_dump(mode="json"), "data_folder": None}
     if custom is not None:
-        kwargs["recipe"] = custom
+        kwargs |= {"recipe": custom, "positions": positions}
     else:
         data = settings.data
         options: dict[str, Any] = {

@@ -56,8 +56,9 @@ class TrainingProgram:
     `settings` are those of `TrainSettings`, as JSON. `data_folder` is the folder or URL of the
     prepared data, None for synthetic data. `device` is by default the GPU if there is one.
     `recipe` is a custom recipe, a custom training loop, the file of either, or its name
-    (`path/to/file.py:function`); the recipe's own settings are ignored. Raises `UserError` for
-    unusable data or an unusable pretrained model.
+    (`path/to/file.py:function`); the recipe's own settings are ignored. `positions` is the folder
+    or URL in which a stream of samples notes its positions. Raises `UserError` for unusable data or
+    an unusable pretrained model.
     """
 
     def __init__(
@@ -66,6 +67,7 @@ class TrainingProgram:
         data_folder: str | None = None,
         device: str | None = None,
         recipe: Recipe | Script | ScriptFile | str | None = None,
+        positions: str | None = None,
     ) -> None:
         self.settings = TrainSettings.model_validate(settings)
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
@@ -84,7 +86,7 @@ class TrainingProgram:
             recipe = recipe_of(self.loop.declaration, self.settings)
         # The module of a custom loop exists with its values: drawing a part of it gains nothing.
         most_bytes = inf if self.loop else MAX_WHOLE_BYTES
-        self.workload = make_workload(self.settings, data_folder, recipe, most_bytes)
+        self.workload = make_workload(self.settings, data_folder, recipe, most_bytes, positions)
         if self.loop is not None and isinstance(self.workload, CustomWorkload):
             self.workload.optimizer_factory = self.loop.optimizer_factory
         runs_whole = isinstance(self.workload, CustomWorkload) and not self.workload.values.is_large
@@ -155,6 +157,7 @@ def make_workload(
     data_folder: str | None = None,
     recipe: Recipe | None = None,
     most_bytes: float = MAX_WHOLE_BYTES,
+    positions: str | None = None,
 ) -> Workload:
     """The workload of the settings. Held-out data are opened only if evaluation is on. A custom
     module of more than `most_bytes` is never built whole."""
@@ -172,7 +175,7 @@ def make_workload(
         case CustomModelSettings():
             if recipe is None:
                 raise UserError("model.kind=custom: a custom model needs a `Recipe`; give one")
-            return CustomWorkload(replace(recipe, settings=settings), most_bytes)
+            return CustomWorkload(replace(recipe, settings=settings), most_bytes, positions)
         case _:
             assert_never(settings.model)
 

@@ -69,8 +69,14 @@ class CustomWorkload:
     is_far = False
     has_constant_size = True
 
-    def __init__(self, recipe: Recipe, most_bytes: float = MAX_WHOLE_BYTES) -> None:
-        """A module with more than `most_bytes` of parameters is drawn by region.
+    def __init__(
+        self,
+        recipe: Recipe,
+        most_bytes: float = MAX_WHOLE_BYTES,
+        positions: str | None = None,
+    ) -> None:
+        """A module with more than `most_bytes` of parameters is drawn by region. `positions` is the
+        folder or URL for the positions of a stream.
 
         Raises `UserError` for data without samples.
         """
@@ -78,7 +84,7 @@ class CustomWorkload:
         self.settings = recipe.settings
         self.dtype: torch.dtype = getattr(torch, recipe.settings.dtype)
         self.optimizer_factory: OptimizerFactory = CustomOptimizerFactory(recipe)
-        self._open_train = partial(open_indexed, recipe.data, self.settings)
+        self._open_train = partial(open_indexed, recipe.data, self.settings, positions)
         self.train = self._open_train()
         self.held_out = map_style(recipe.held_out(), "held_out") if recipe.held_out else None
         self.num_samples = len(self.train)
