@@ -1,4 +1,5 @@
-"""The command line: `elastic` train, status, logs, sweep, reshard, export, prepare, plan, doctor.
+"""The command line: `elastic` train, status, logs, sweep, reshard, export, prepare, convert, plan,
+doctor.
 
 The only file that imports inside functions, so that `elastic status` does not load torch, Ray or
 MLflow.
@@ -260,6 +261,27 @@ def prepare_command(
         f"{name}: {split.num_tokens:,} tokens" for name, split in index.splits.items()
     )
     typer.echo(f"{out}: {counts}; train on them with --data {out}")
+
+
+@app.command(name="convert")
+def convert_command(
+    file: Annotated[str, typer.Argument(help="A DeepSpeed configuration, e.g. ds_config.json.")],
+    world_size: Annotated[
+        int | None,
+        typer.Option(min=1, metavar="N", help="Number of GPUs of the DeepSpeed job."),
+    ] = None,
+    to: Annotated[
+        Literal["settings", "loop"],
+        typer.Option(help="settings: arguments of `elastic train`; loop: a Python module."),
+    ] = "settings",
+) -> None:
+    """Translate a DeepSpeed configuration; report every key of it on stderr."""
+    from pipelines.migration.convert import convert
+
+    converted = convert(file, world_size, to)
+    for line in converted.lines:
+        typer.echo(line, err=True)
+    typer.echo(converted.text)
 
 
 @app.command()

@@ -53,6 +53,7 @@ NUM_OPTIONS = {
     "reshard": 2,
     "export": 5,
     "prepare": 3,
+    "convert": 2,
     "plan": 2,
     "doctor": 6,
 }

@@ -48,7 +48,7 @@ LEVELS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "pipelines": (
         (".",),
-        ("api", "doctor"),
+        ("api", "doctor", "migration"),
         ("run",),
         ("observe/sidecar",),
         ("observe/tracking",),

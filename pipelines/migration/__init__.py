@@ -1,0 +1,1 @@
+"""Translation of other frameworks' configurations into settings of this project."""
