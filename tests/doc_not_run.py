@@ -27,6 +27,7 @@ NOT_RUN = {
     "vllm serve": "needs a GPU",
     "curl ": "needs one of these two servers",
     "accelerate launch": "Accelerate is no dependency; `processes/test_conversions.py` compares",
+    "torchrun ": "`processes/test_migration_examples.py` starts the script with it",
     "pkill ": "kills every controller on the machine; `ray/test_controller_death.py` kills one",
     "tail -f": "follows a file until it is stopped",
     ".venv/bin/mlflow ui": "serves until it is stopped",
