@@ -19,14 +19,15 @@ MAX_CHANGED_LINES = 15
 KILLS = (Fault("kill", "w1", 8, "compute"), Fault("kill", "w2", 20, "vote"))
 
 
-def changed_lines(name: str) -> int:
-    """The lines of the example after the conversion that it did not have before."""
+def count_lines(name: str) -> tuple[int, int]:
+    """The lines of the example that are new after the conversion, and those that are gone."""
     before, after = (
         [line.strip() for line in (EXAMPLES / f"{name}_{when}.py").read_text().splitlines()]
         for when in ("before", "after")
     )
-    matcher = SequenceMatcher(None, before, after)
-    return sum(j2 - j1 for tag, _, _, j1, j2 in matcher.get_opcodes() if tag != "equal")
+    matcher = SequenceMatcher(None, before, after, autojunk=False)
+    changes = [change for change in matcher.get_opcodes() if change[0] != "equal"]
+    return sum(d - c for _, _, _, c, d in changes), sum(b - a for _, a, b, _, _ in changes)
 
 
 def output_before(name: str) -> str:

@@ -6,11 +6,11 @@ import os
 import re
 import subprocess
 import sys
-from difflib import SequenceMatcher
 from pathlib import Path
 
 import pytest
 import torch
+from example_pairs import EXAMPLES, MAX_CHANGED_LINES, count_lines
 from harness import Outcome, run_in_processes
 from loops import plain
 from run_checks import assert_no_step_repeated
@@ -23,27 +23,14 @@ from pipelines.loop.script import script_of
 from pipelines.run.recipes import load
 
 ROOT = Path(__file__).parents[2]
-EXAMPLES = ROOT / "examples"
 IN_RUN_ORDER = Path(__file__).with_name("in_run_order.py")
 DOCUMENTED = {"trainer_class": "from-lightning.md", "augmented_images": "from-torchrun.md"}
-MAX_CHANGED_LINES = 15
 TORCHRUN = ("-m", "torch.distributed.run", "--nproc-per-node", "2")
 KILLS = (Fault("kill", "w1", 8, "compute"), Fault("kill", "w3", 16, "vote"))
 LOSS = re.compile(r"loss ([\d.]+)(?:, accuracy ([\d.]+))?")
 HELD_OUT = re.compile(r"held-out (?:losses|accuracy) ([\d.]+)")
 REL = 2e-4
 """Of float32 sums in another order, after 48 or 60 steps."""
-
-
-def count_lines(name: str) -> tuple[int, int]:
-    """The lines of the example that are new after the conversion, and those that are gone."""
-    before, after = (
-        [line.strip() for line in (EXAMPLES / f"{name}_{version}.py").read_text().splitlines()]
-        for version in ("before", "after")
-    )
-    matcher = SequenceMatcher(None, before, after, autojunk=False)
-    changes = [change for change in matcher.get_opcodes() if change[0] != "equal"]
-    return sum(d - c for _, _, _, c, d in changes), sum(b - a for _, a, b, _, _ in changes)
 
 
 @pytest.mark.parametrize("name", DOCUMENTED)
