@@ -18,6 +18,7 @@ from elastic.protocol.votes import Vote
 from pipelines.loop.loop import Loop
 from pipelines.loop.passes import LoopPasses
 from pipelines.loop.prepared.errors import LoopMisused
+from pipelines.loop.prepared.script_state import NO_FINGERPRINT
 from pipelines.loop.reports import ReportSums
 from pipelines.loop.step import Position
 from pipelines.loop.thread import Request
@@ -168,7 +169,7 @@ class LoopReplica(ShardedReplica):
         while True:
             loop.await_arrival(POLL_S)
             interrupt()
-            numbers, fingerprints = self._exchange_places(interrupt)
+            numbers, is_shared = self._exchange_places(interrupt)
             wanted = next((kind for kind in Request if numbers[kind.value]), None)
             if wanted is not None:
                 is_mine = loop.request is wanted
@@ -185,9 +186,7 @@ class LoopReplica(ShardedReplica):
                 "the loss of this worker's microbatches"
             )
         self._is_done = bool(numbers[BEHIND])
-        num_workers = self.groups.layout.num_workers
-        is_at_body = numbers[AT_BODY] == num_workers
-        if is_at_body and not loop.state.is_shared(fingerprints, num_workers):
+        if numbers[AT_BODY] == self.groups.layout.num_workers and not is_shared:
             raise LoopMisused(
                 f"step {(self._committed or 0) + 1}: the scripts of the workers have different "
                 "learning rates, schedules or kept objects: change these by what is the same on "
@@ -195,19 +194,19 @@ class LoopReplica(ShardedReplica):
                 "this worker's microbatches"
             )
 
-    def _exchange_places(self, interrupt: Interrupt) -> tuple[list[int], list[float]]:
-        """The number of workers at each place, and the sums of the fingerprints of those at the
-        body. With it all workers sum what the scripts that have arrived have reported of the step
-        before."""
+    def _exchange_places(self, interrupt: Interrupt) -> tuple[list[int], bool]:
+        """The number of workers at each place, and whether the scripts have the same state, if all
+        are at the body. With it all workers sum what the scripts that have arrived have reported of
+        the step before."""
         reports, place = self._report_sums, self._place()
         reporting = self.loop.reporting if place in (AT_BODY, BEHIND) else None
         own = {} if reporting is None else reporting.reported.totals()
         places = [0.0] * NUM_PLACES
         places[place] = 1.0
         lacks = reports.lacks(own)
-        fingerprint = self.loop.state.fingerprint() if place == AT_BODY else (0.0, 0.0)
+        fingerprint = self.loop.state.fingerprint() if place == AT_BODY else NO_FINGERPRINT
         packed = reports.packed({} if lacks else own)
-        numbers = self._sum([*places, float(lacks), *fingerprint, *packed])
+        numbers = self._sum([*places, float(lacks), *fingerprint[:2], *packed])
         interrupt()  # an aborted reduction may have returned garbage
         if reporting is not None and not lacks:
             self.loop.reporting = None
@@ -216,7 +215,8 @@ class LoopReplica(ShardedReplica):
             reports.agree(own, self.groups, interrupt)
             return self._exchange_places(interrupt)
         counts = [round(number) for number in numbers[:NUM_PLACES]]
-        return counts, numbers[NUM_PLACES + 1 : NUM_PLACES + 3]
+        totals = numbers[NUM_PLACES + 1 : NUM_PLACES + 3]
+        return counts, fingerprint.is_shared(totals, self.groups.layout.num_workers)
 
     def _place(self) -> int:
         """Where this worker's script waits."""

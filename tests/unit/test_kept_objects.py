@@ -114,8 +114,9 @@ def test_workers_with_other_values_are_found_by_their_fingerprints(
     for number in range(3):
         tensor = torch.linspace(1, 5, 100) * (factor if number == 1 else 1.0)
         states.append(ScriptState(ScriptValues([], []), kept_of(tensor)))
-    totals = [sum(numbers) for numbers in zip(*(s.fingerprint() for s in states), strict=True)]
-    assert all(state.is_shared(totals, 3) for state in states) == is_shared
+    fingerprints = [state.fingerprint() for state in states]
+    totals = [sum(numbers) for numbers in zip(*fingerprints, strict=True)][:2]
+    assert all(each.is_shared(totals, 3) for each in fingerprints) == is_shared
 
 
 class Trainer:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from actors.distributed.torch_private import copy_tensors
 from pipelines.loop.prepared.errors import LoopMisused
 
 SEPARATOR = "/"
@@ -64,7 +65,8 @@ class KeptObjects:
                     f"run.keep: {_described(name)} has changed from shape {tuple(kept.shape)} of "
                     f"{kept.dtype} to {tuple(value.shape)} of {value.dtype}; keep the shape"
                 )
-            kept.copy_(value)
+        if live:
+            copy_tensors([self.kept[name] for name in live], list(live.values()))
 
     def load(self, values: Mapping[str, Tensor]) -> None:
         """Take these as the values at the beginning of the present step."""
@@ -85,13 +87,14 @@ class KeptObjects:
                     item.load_state_dict(_replaced(item.state_dict(), prefix, self.kept))
 
     def sample(self) -> Tensor:
-        """A few of the finite values, float64, which are about the same on all workers."""
-        some = [torch.zeros(1, dtype=torch.float64)]
+        """A few of the finite values on the host, float64, about the same on all workers."""
+        by_device: dict[torch.device, list[Tensor]] = {}
         for value in self.kept.values():
             flat = value.detach().reshape(-1)
-            every = max(1, flat.numel() // NUM_COMPARED)
-            some.append(flat[::every][:NUM_COMPARED].double().cpu())
-        return torch.cat(some).nan_to_num(0.0, 0.0, 0.0)
+            some = flat[:: max(1, flat.numel() // NUM_COMPARED)][:NUM_COMPARED]
+            by_device.setdefault(value.device, []).append(some.double())
+        parts = [torch.cat(values).cpu() for values in by_device.values()]
+        return torch.cat([torch.zeros(0, dtype=torch.float64), *parts]).nan_to_num(0.0, 0.0, 0.0)
 
     def _live(self) -> dict[str, Tensor]:
         """The live tensors, and numbers as tensors."""

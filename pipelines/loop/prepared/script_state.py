@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Mapping, Sequence
+from typing import NamedTuple
 from zlib import crc32
 
 import torch
@@ -14,6 +16,24 @@ from pipelines.loop.prepared.script_values import ScriptValues
 VALUES = ""
 TOLERANCE = 1e-3
 """The relative difference of values that workers of different hardware may compute."""
+
+
+class Fingerprint(NamedTuple):
+    """A checksum of the numbers, and a weighted sum of some of the objects' values, whose size is
+    that of its terms."""
+
+    exact: float
+    rough: float
+    size: float
+
+    def is_shared(self, totals: Sequence[float], num_workers: int) -> bool:
+        """Whether all workers have about the same, by the sums of their first two numbers."""
+        exact, rough = totals
+        is_near = abs(rough - num_workers * self.rough) <= TOLERANCE * num_workers * self.size
+        return exact == num_workers * self.exact and is_near
+
+
+NO_FINGERPRINT = Fingerprint(0.0, 0.0, 0.0)
 
 
 class ScriptState:
@@ -48,25 +68,15 @@ class ScriptState:
         self._values.kept = state[VALUES].tolist()
         self._objects.load(state)
 
-    def fingerprint(self) -> tuple[float, float]:
-        """Two numbers of which one nearly always differs if other values are kept: the first
-        depends on each bit of the numbers, the second is a sum over some of the objects' values."""
-        sample = self._objects.sample()
-        numbers = _vector(self._values.kept).numpy().tobytes()
-        return float(crc32(numbers)), float(sample @ _weights(sample))
-
-    def is_shared(self, totals: Sequence[float], num_workers: int) -> bool:
-        """Whether all workers have kept the same, by the sums of their fingerprints."""
-        exact, rough = self.fingerprint()
-        sample = self._objects.sample()
-        size = float(sample.abs() @ _weights(sample).abs())
-        is_near = abs(totals[1] - num_workers * rough) <= TOLERANCE * num_workers * size
-        return totals[0] == num_workers * exact and is_near
-
-
-def _weights(sample: Tensor) -> Tensor:
-    """Weights of alternating signs, all different."""
-    return torch.cos(torch.arange(1.0, len(sample) + 1, dtype=torch.float64))
+    def fingerprint(self) -> Fingerprint:
+        """What nearly always differs if two workers have kept different values."""
+        exact = float(crc32(array("d", self._values.kept).tobytes()))
+        if not self._objects.objects:
+            return Fingerprint(exact, 0.0, 0.0)
+        weighted = self._objects.sample()
+        # Weights of both signs, all different.
+        weighted *= torch.cos(torch.arange(1.0, len(weighted) + 1, dtype=torch.float64))
+        return Fingerprint(exact, float(weighted.sum()), float(weighted.abs().sum()))
 
 
 def _vector(numbers: list[float]) -> Tensor:
