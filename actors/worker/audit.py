@@ -28,7 +28,9 @@ class Audit:
     def __init__(self, groups: Groups, specs: Sequence[TensorSpec], every: int) -> None:
         self.groups = groups
         self._every = every
-        self._part = _part(groups, specs) if every else 0
+        compared = [spec for spec in specs if spec.kind != "script"]
+        self._part = _part(groups, compared) if every else 0
+        self._names = {spec.name for spec in compared}
         self._fewest: int | None = None
 
     def is_due(self, step: int) -> bool:
@@ -42,7 +44,8 @@ class Audit:
         """Compare replicas. Ranks that hold the same regions must be equal in every bit."""
         groups = self.groups
         rows = torch.zeros(groups.layout.num_workers, 2, dtype=torch.int64, device=groups.device)
-        local_row = [self._part, checksum(tensors)]
+        compared = {name: tensor for name, tensor in tensors.items() if name in self._names}
+        local_row = [self._part, checksum(compared)]
         rows[groups.world_rank] = torch.tensor(local_row, dtype=torch.int64)
         wait_for(groups.world.allreduce([rows]))
         parts, sums = rows.T.tolist()

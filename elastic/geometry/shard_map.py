@@ -202,4 +202,4 @@ def _mesh(spec: TensorSpec, layout: Layout) -> list[tuple[int, int | None]]:
 
 def _fsdp_cuts(spec: TensorSpec, layout: Layout) -> bool:
     # Parameters too: a worker with whole parameters keeps only its own part of them current.
-    return divides(layout.zero, "optimizer") and spec.kind != "buffer"
+    return divides(layout.zero, "optimizer") and spec.kind in ("parameter", "optimizer")

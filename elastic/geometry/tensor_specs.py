@@ -17,9 +17,10 @@ ITEMSIZE_BYTES = {
     "bool": 1,
 }
 
-Kind = Literal["parameter", "optimizer", "buffer"]
+Kind = Literal["parameter", "optimizer", "buffer", "script"]
 """The kind of a tensor for ZeRO: from zero=1 on, `fsdp` splits parameters and optimizer state,
-but never buffers."""
+but never buffers. What a `script` computes itself may differ by rounding errors between machines,
+so audits do not compare it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,6 @@ from elastic.protocol.votes import Vote
 from pipelines.loop.loop import Loop
 from pipelines.loop.passes import LoopPasses
 from pipelines.loop.prepared.errors import LoopMisused
-from pipelines.loop.prepared.script_state import NO_FINGERPRINT
 from pipelines.loop.reports import ReportSums
 from pipelines.loop.step import Position
 from pipelines.loop.thread import Request
@@ -91,6 +90,7 @@ class LoopReplica(ShardedReplica):
         if is_stuck or loop.number not in (0, step):
             loop.restart_script()
         self._serve(interrupt)
+        loop.state.forget_step()
         self._share_values(step, interrupt)
         if not self._is_done and committed_step < self.settings.steps:
             loop.begin(step, self._position(step), self._script_state)
@@ -103,24 +103,12 @@ class LoopReplica(ShardedReplica):
             self.resume(step - 1, interrupt)
         return super().compute(step, interrupt, skipped_batches)
 
-    def prepare_gradients(self, interrupt: Interrupt) -> None:
+    def prepare_gradients(self) -> None:
         script = self.loop.declaration.optimizer_factory
         if script.num_optimizers > 1:
-            self._agree_on_optimizers(interrupt)
             self.sharded.drop_gradients(lambda name: not script.is_stepped(name))
         if (used := self.loop.values.scaler.used) != 1.0:
             scale_tensors(list(self.state.gradients().values()), 1 / used)
-
-    def _agree_on_optimizers(self, interrupt: Interrupt) -> None:
-        """Raise `LoopMisused` unless all scripts have stepped the same optimizers."""
-        chosen = sum(1 << number for number in self.loop.values.stepped)
-        [total] = self._sum([chosen])
-        interrupt()
-        if total != chosen * self.groups.layout.num_workers:
-            raise LoopMisused(
-                "the script has stepped different optimizers on different workers: decide by what "
-                "is the same on all workers, such as step.number"
-            )
 
     def apply(self, step: int, vote: Vote) -> Applied:
         applied = super().apply(step, vote)
@@ -189,9 +177,9 @@ class LoopReplica(ShardedReplica):
         if numbers[AT_BODY] == self.groups.layout.num_workers and not is_shared:
             raise LoopMisused(
                 f"step {(self._committed or 0) + 1}: the scripts of the workers have different "
-                "learning rates, schedules or kept objects: change these by what is the same on "
-                "all workers, such as step.number, step.loss or run.evaluate(), not by the loss of "
-                "this worker's microbatches"
+                "learning rates, schedules or kept objects, or have stepped different optimizers: "
+                "decide these by what is the same on all workers, such as step.number, step.loss "
+                "or run.evaluate(), not by the loss of this worker's microbatches"
             )
 
     def _exchange_places(self, interrupt: Interrupt) -> tuple[list[int], bool]:
@@ -204,19 +192,21 @@ class LoopReplica(ShardedReplica):
         places = [0.0] * NUM_PLACES
         places[place] = 1.0
         lacks = reports.lacks(own)
-        fingerprint = self.loop.state.fingerprint() if place == AT_BODY else NO_FINGERPRINT
+        state = self.loop.state
+        own_fingerprint = state.fingerprint if place == AT_BODY else [0.0] * len(state.fingerprint)
         packed = reports.packed({} if lacks else own)
-        numbers = self._sum([*places, float(lacks), *fingerprint[:2], *packed])
+        numbers = self._sum([*places, float(lacks), *own_fingerprint, *packed])
         interrupt()  # an aborted reduction may have returned garbage
         if reporting is not None and not lacks:
             self.loop.reporting = None
-        reports.add(numbers[NUM_PLACES + 3 :])
+        fingerprints_end = NUM_PLACES + 1 + len(own_fingerprint)
+        reports.add(numbers[fingerprints_end:])
         if numbers[NUM_PLACES]:
             reports.agree(own, self.groups, interrupt)
             return self._exchange_places(interrupt)
         counts = [round(number) for number in numbers[:NUM_PLACES]]
-        totals = numbers[NUM_PLACES + 1 : NUM_PLACES + 3]
-        return counts, fingerprint.is_shared(totals, self.groups.layout.num_workers)
+        totals = numbers[NUM_PLACES + 1 : fingerprints_end]
+        return counts, state.is_shared(totals, self.groups.layout.num_workers)
 
     def _place(self) -> int:
         """Where this worker's script waits."""
@@ -274,7 +264,7 @@ class LoopReplica(ShardedReplica):
     @cached_property
     def _weights(self) -> list[TensorSpec]:
         specs = state_specs(self.workload, self.settings)
-        return [spec for spec in specs if spec.kind != "optimizer"]
+        return [spec for spec in specs if spec.kind in ("parameter", "buffer")]
 
     def _position(self, step: int) -> Position:
         epoch_size = self.loop.declaration.source.epoch_size

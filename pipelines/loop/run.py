@@ -158,6 +158,7 @@ class Run:
             kinds = {"model": models or None, "optimizer": optimizers or None, "loader": source}
             missing = [kind for kind, item in kinds.items() if item is None]
             raise LoopMisused(f"run.steps: pass run.prepare the {' and the '.join(missing)} first")
+        self._kept.refuse_shared(models)
         names = {parameter: name for name, parameter in joined(models).named_parameters()}
         self._factory = ScriptOptimizerFactory(
             optimizers, self._schedulers, names, max_grad_norm, self._scaler, self._kept
@@ -181,6 +182,11 @@ class Run:
 
     def _note_step(self, optimizer: Optimizer) -> None:
         """Called where a script would step this optimizer."""
+        if len(self._optimizers) > 1 and self._at.moment is Moment.BETWEEN_STEPS:
+            raise LoopMisused(
+                "optimizer.step() outside of `with step:`: with several optimizers call it in the "
+                "block, so that the run knows which of them step"
+            )
         self._at.note_optimizer_step()
         if self._factory is not None and self._at.moment is Moment.IN_STEP:
             self._factory.values.note_step(optimizer)

@@ -191,6 +191,8 @@ class LoopThread:
         except GeneratorExit:
             if not _leaves_by_itself(currentframe()):
                 raise  # by an exception, which is reported when it arrives
+            if self._step is not None and self._step.committed:
+                state.keep()
         self._outcomes.put(Arrived.BEHIND_LOOP)
         while not isinstance(self._turns.get(), Proceed):
             """Only one worker runs on; to raise here would not end a script's `break`."""

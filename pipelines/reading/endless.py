@@ -6,6 +6,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 
 from elastic.geometry.sample_order import keyed_seed
@@ -24,6 +25,11 @@ class Endless:
         """Not known: every index exists."""
         return UNKNOWN_LENGTH
 
+    @property
+    def length(self) -> int:
+        """The number of samples from which those of all indices come; 0: not known."""
+        return UNKNOWN_LENGTH
+
 
 class InSequence(Endless):
     """The samples of a dataset in its order, again and again."""
@@ -34,6 +40,10 @@ class InSequence(Endless):
 
     def __getitem__(self, index: int) -> Any:
         return self._dataset[index % len(self._dataset)]
+
+    @property
+    def length(self) -> int:
+        return len(self._dataset)
 
 
 class WithReplacement(Endless):
@@ -54,6 +64,10 @@ class WithReplacement(Endless):
         place = number / 2**63 * self._ends[-1]
         return self._dataset[int(np.searchsorted(self._ends, place, side="right"))]
 
+    @property
+    def length(self) -> int:
+        return len(self._dataset)
+
 
 class DrawnBatches(Endless):
     """Batches that a function draws by the generators of torch, Python and NumPy."""
@@ -64,5 +78,7 @@ class DrawnBatches(Endless):
         self._arguments = tuple(arguments)
 
     def __getitem__(self, index: int) -> Any:
-        seed_host(keyed_seed("batch", self.seed, index))
+        seed_host(seed := keyed_seed("batch", self.seed, index))
+        if torch.cuda.is_available() and torch.cuda.is_initialized():
+            torch.cuda.manual_seed(seed)
         return self._function(*self._arguments)

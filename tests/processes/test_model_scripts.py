@@ -41,7 +41,7 @@ def test_models_with_one_loss_are_evaluated_together(tmp_path: Path) -> None:
     [
         ("calls_after_its_optimizer", "step 1: the model is called after optimizer.step()"),
         ("reads_twice", "step 1: `step.batches()` is iterated twice"),
-        ("steps_by_worker", "the script has stepped different optimizers on different workers"),
+        ("steps_by_worker", "or have stepped different optimizers: decide these by"),
     ],
 )
 def test_updates_that_would_differ_from_a_plain_loop_are_refused(

@@ -104,19 +104,64 @@ def test_objects_whose_values_cannot_be_written_are_refused(item: Any) -> None:
         KeptObjects().add(item)
 
 
+def are_shared(*states: ScriptState) -> bool:
+    """Whether the workers with these states find that they agree; all of them find the same."""
+    totals = [sum(numbers) for numbers in zip(*(s.fingerprint for s in states), strict=True)]
+    [is_shared] = {state.is_shared(totals, len(states)) for state in states}
+    return is_shared
+
+
+def state_of(*items: Any) -> ScriptState:
+    objects = KeptObjects()
+    for item in items:
+        objects.add(item)
+    return ScriptState(ScriptValues([], []), objects)
+
+
 @pytest.mark.parametrize(
     ("factor", "is_shared"), [(1.0, True), (1 + 1e-7, True), (1.1, False), (float("nan"), False)]
 )
 def test_workers_with_other_values_are_found_by_their_fingerprints(
     factor: float, is_shared: bool
 ) -> None:
-    states = []
-    for number in range(3):
-        tensor = torch.linspace(1, 5, 100) * (factor if number == 1 else 1.0)
-        states.append(ScriptState(ScriptValues([], []), kept_of(tensor)))
-    fingerprints = [state.fingerprint() for state in states]
-    totals = [sum(numbers) for numbers in zip(*fingerprints, strict=True)][:2]
-    assert all(each.is_shared(totals, 3) for each in fingerprints) == is_shared
+    """A large counter beside them does not hide the difference."""
+    values = torch.linspace(1, 5, 100)
+    factors = (1.0, factor)
+    assert are_shared(*(state_of(values * f, {"steps": 10**9}) for f in factors)) == is_shared
+
+
+def test_counters_and_integers_are_compared_exactly() -> None:
+    assert are_shared(state_of({"rounds": 1000}), state_of({"rounds": 1000}))
+    assert not are_shared(state_of({"rounds": 1000}), state_of({"rounds": 1001}))
+    assert not are_shared(state_of(torch.tensor([4000, 1])), state_of(torch.tensor([4001, 1])))
+    assert are_shared(state_of({"best": float("inf")}), state_of({"best": float("inf")}))
+
+
+def test_kept_tensors_are_contiguous_and_tensors_of_a_dictionary_stay_the_same() -> None:
+    image = torch.randn(2, 3, 4, 5).to(memory_format=torch.channels_last)
+    centres = torch.zeros(2)
+    numbers: dict[str, Any] = {"image": image, "centres": centres, "best": 0}
+    kept = kept_of(numbers)
+    assert all(value.is_contiguous() for value in kept.kept.values())
+    kept.restore()
+    centres += 1
+    numbers["best"] = 0.93
+    kept.keep()
+    centres += 1
+    numbers["best"] = 0
+    kept.restore()
+    assert numbers["centres"] is centres and centres.tolist() == [1.0, 1.0]
+    assert numbers["best"] == 0.93 and torch.equal(numbers["image"], image)
+
+
+def test_models_that_are_prepared_and_unknown_types_are_refused() -> None:
+    model = nn.Linear(2, 2)
+    with pytest.raises(LoopMisused, match="weight belongs to a prepared model"):
+        kept_of(nn.Sequential(model)).refuse_shared([model])
+    with pytest.raises(LoopMisused, match="is of int16, which is not supported"):
+        kept_of(torch.zeros(2, dtype=torch.int16))
+    with pytest.raises(LoopMisused, match="is too large"):
+        kept_of({"seed": 2**60})
 
 
 class Trainer:

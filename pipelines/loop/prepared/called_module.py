@@ -84,7 +84,14 @@ class CalledModels:
         return len(self._models)
 
     def declare(self, model: nn.Module) -> CalledModule:
-        """Add a model."""
+        """Add a model. Raises `LoopMisused` for one that is, or has, or is part of another."""
+        for known in self.declared:
+            for whole, part in ((known, model), (model, known)):
+                if any(part is inner for inner in whole.modules()):
+                    raise LoopMisused(
+                        f"run.prepare: {type(part).__name__} is prepared twice, or with the model "
+                        "of which it is a part; pass each model once, and no parts"
+                    )
         called = CalledModule(model, self.at)
         self._models.append(called)
         self.at.watch(model)

@@ -6,7 +6,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 from torch.utils.data import (
     DataLoader,
     DistributedSampler,
@@ -20,10 +19,13 @@ from torch.utils.data import (
 from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.reading.endless import DrawnBatches, InSequence, WithReplacement
 from pipelines.reading.stream import is_stream
+from pipelines.reading.stream_positions import digest_of
 from pipelines.settings import ReadingSettings
 from pipelines.settings.recipe import Dataset
 from pipelines.training.custom.custom_module import seeded
-from pipelines.training.workload.trees import tensors_in
+
+SAMPLERS = {RandomSampler.__module__, DistributedSampler.__module__}
+"""The modules of torch's own samplers."""
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,8 @@ def drawn_by(function: Callable[..., Any], arguments: Sequence[Any]) -> DataSour
     the random generators have the same seeds."""
     drawn = DrawnBatches(function, arguments)
     with seeded(0):
-        first, second = drawn[0], drawn[0]
-    pairs = zip(tensors_in(first), tensors_in(second), strict=False)
-    if not all(a.shape == b.shape and torch.equal(a, b) for a, b in pairs):
+        first, second = digest_of(drawn[0]), digest_of(drawn[0])
+    if first != second:
         name = getattr(function, "__name__", type(function).__name__)
         raise LoopMisused(
             f"run.draw: {name} returns other values when it is called again with the same random "
@@ -104,6 +105,8 @@ def _ordered(loader: DataLoader[Any]) -> tuple[Dataset, int]:
 
 
 def _sampled(dataset: Dataset, sampler: Any) -> tuple[Dataset, int]:
+    if type(sampler).__module__ not in SAMPLERS:  # a subclass may have another order
+        raise _other_order(f"a {type(sampler).__name__}")
     match sampler:
         case RandomSampler() if sampler.replacement:
             return WithReplacement(dataset), sampler.num_samples

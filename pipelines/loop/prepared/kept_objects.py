@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, MutableMapping
+from copy import copy
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from actors.distributed.torch_private import copy_tensors
+from elastic.geometry.tensor_specs import ITEMSIZE_BYTES
 from pipelines.loop.prepared.errors import LoopMisused
 
 SEPARATOR = "/"
 NUM_COMPARED = 16
+MOST = 2.0**53
+"""Up to this every integer is a float64."""
 
 
 class KeptObjects:
@@ -26,7 +31,7 @@ class KeptObjects:
     def __init__(self) -> None:
         self.objects: list[Any] = []
         self.kept: dict[str, Tensor] = {}
-        """The values at the beginning of the present step."""
+        """The values at the beginning of the present step, contiguous."""
 
     def add(self, item: Any) -> None:
         """Raises `LoopMisused` for an object whose values cannot be read and written."""
@@ -46,9 +51,32 @@ class KeptObjects:
         self.objects.append(item)
 
     def begin(self) -> dict[str, Tensor]:
-        """Take the values of step 0, and return copies of them."""
-        self.kept = {name: value.clone() for name, value in self._live().items()}
-        return {name: value.clone() for name, value in self.kept.items()}
+        """Take the values of step 0, and return copies of them. Raises `LoopMisused` for tensors
+        that cannot be part of the state."""
+        live = self._live()
+        for name, value in live.items():
+            if (dtype := str(value.dtype).removeprefix("torch.")) not in ITEMSIZE_BYTES:
+                raise LoopMisused(
+                    f"run.keep: {_described(name)} is of {dtype}, which is not supported; use one "
+                    f"of {', '.join(ITEMSIZE_BYTES)}"
+                )
+        self.kept = {name: _contiguous(value) for name, value in live.items()}
+        return {name: _contiguous(value) for name, value in live.items()}
+
+    def refuse_shared(self, models: list[nn.Module]) -> None:
+        """Raise `LoopMisused` for an object that holds a prepared model, which the run keeps."""
+        addresses = {
+            value.untyped_storage().data_ptr()
+            for model in models
+            for value in (*model.parameters(), *model.buffers())
+            if value.numel()
+        }
+        for name, value in self._live().items():
+            if value.numel() and value.untyped_storage().data_ptr() in addresses:
+                raise LoopMisused(
+                    f"run.keep: {_described(name)} belongs to a prepared model, which keeps it; "
+                    "keep only what the script itself changes, such as an average of it"
+                )
 
     def keep(self) -> None:
         """Begin the next step with the present values. Raises `LoopMisused` for other shapes."""
@@ -82,29 +110,39 @@ class KeptObjects:
                 case Tensor():
                     item.copy_(self.kept[prefix])
                 case MutableMapping():
-                    item.update(_replaced(dict(item), prefix, self.kept))
+                    item.update(_restored(item, prefix, self.kept))
                 case _:
-                    item.load_state_dict(_replaced(item.state_dict(), prefix, self.kept))
+                    item.load_state_dict(_restored(item.state_dict(), prefix, self.kept))
 
-    def sample(self) -> Tensor:
-        """A few of the finite values on the host, float64, about the same on all workers."""
+    def are_exact(self) -> list[bool]:
+        """Whether each kept tensor has integers, or one number."""
+        return [v.numel() <= 1 or not v.is_floating_point() for v in self.kept.values()]
+
+    def samples(self) -> Tensor:
+        """A few values of each kept tensor on the host, shape (number of tensors, NUM_COMPARED),
+        float64, filled up with zeros. What is not finite counts as 0."""
         by_device: dict[torch.device, list[Tensor]] = {}
         for value in self.kept.values():
-            flat = value.detach().reshape(-1)
-            some = flat[:: max(1, flat.numel() // NUM_COMPARED)][:NUM_COMPARED]
-            by_device.setdefault(value.device, []).append(some.double())
-        parts = [torch.cat(values).cpu() for values in by_device.values()]
-        return torch.cat([torch.zeros(0, dtype=torch.float64), *parts]).nan_to_num(0.0, 0.0, 0.0)
+            flat = value.detach().view(-1)
+            some = flat[:: max(1, flat.numel() // NUM_COMPARED)][:NUM_COMPARED].double()
+            filled = nn.functional.pad(some, (0, NUM_COMPARED - len(some)))
+            by_device.setdefault(value.device, []).append(filled)
+        rows = [torch.stack(values).cpu() for values in by_device.values()]
+        empty = torch.zeros(0, NUM_COMPARED, dtype=torch.float64)
+        return torch.cat([empty, *rows]).nan_to_num(0.0, 0.0, 0.0)
 
     def _live(self) -> dict[str, Tensor]:
         """The live tensors, and numbers as tensors."""
         live: dict[str, Tensor] = {}
         for number, item in enumerate(self.objects):
             is_plain = isinstance(item, Tensor | MutableMapping)
-            live.update(
-                _leaves(item if is_plain else item.state_dict(), f"{SEPARATOR}{number}{SEPARATOR}")
-            )
+            live.update(_leaves(item if is_plain else item.state_dict(), _root(number)))
         return live
+
+
+def _contiguous(value: Tensor) -> Tensor:
+    """A copy whose elements have the same order in memory on each worker."""
+    return value.clone(memory_format=torch.contiguous_format)
 
 
 def _leaves(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
@@ -113,8 +151,11 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
             raise LoopMisused(f"run.keep: {_described(path)} is a part of a sharded tensor")
         case Tensor():
             yield path, value.detach()
-        case bool() | int() | float():
-            yield path, torch.tensor(value, dtype=torch.float64)
+        case bool() | int() | float() | np.generic():
+            number = float(value)
+            if abs(number) > MOST and number.is_integer():
+                raise LoopMisused(f"run.keep: {_described(path)} is too large: keep it as a tensor")
+            yield path, torch.tensor(number, dtype=torch.float64)
         case Mapping():
             for key, part in value.items():
                 yield from _leaves(part, _joined(path, key))
@@ -123,27 +164,36 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
                 yield from _leaves(part, _joined(path, key))
 
 
-def _replaced(value: Any, path: str, values: Mapping[str, Tensor]) -> Any:
-    """The value with other tensors and numbers, copies of those in `values`."""
+def _restored(value: Any, path: str, values: Mapping[str, Tensor]) -> Any:
+    """The value with the numbers in `values`. Its tensors are changed in place, so that others that
+    have them see it; a number has the type that it had, if that can hold it."""
     match value:
-        case nn.Parameter():
-            return nn.Parameter(values[path].clone(), value.requires_grad)
         case Tensor():
-            return values[path].clone()
-        case bool() | int() | float():
+            kept = values[path]
+            if value.is_inference() or (value.shape, value.dtype) != (kept.shape, kept.dtype):
+                return kept.clone()
+            return value.copy_(kept)
+        case bool():
+            return bool(values[path])
+        case int():
+            number = float(values[path])
+            return int(number) if number.is_integer() else number
+        case float() | np.generic():
             return type(value)(values[path].item())
         case Mapping():
-            return {k: _replaced(part, _joined(path, k), values) for k, part in value.items()}
+            restored = copy(value)  # with the attributes that a module's `state_dict` has
+            for key, part in value.items():
+                restored[key] = _restored(part, _joined(path, key), values)  # type: ignore[index]
+            return restored
         case list() | tuple():
-            return type(value)(
-                _replaced(part, _joined(path, k), values) for k, part in enumerate(value)
-            )
+            parts = [_restored(part, _joined(path, k), values) for k, part in enumerate(value)]
+            return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
     return value
 
 
 def _refuse_other_values(item: Mapping[Any, Any]) -> None:
     for key, value in item.items():
-        if not isinstance(value, Tensor | bool | int | float):
+        if not isinstance(value, Tensor | bool | int | float | np.generic):
             raise LoopMisused(
                 f"run.keep: {key!r} is {type(value).__name__}: a dictionary that is kept may hold "
                 "tensors and numbers"

@@ -103,7 +103,10 @@ class ScriptOptimizerFactory:
         return len(self._optimizers)
 
     def is_stepped(self, name: str) -> bool:
-        """Whether the script steps the optimizer of a parameter in the present step."""
+        """Whether the script steps the optimizer of a parameter in the present step, if it has
+        one."""
+        if name not in self._group_of:
+            return True  # frozen
         owner, _ = self._groups[self._group_of[name]]
         return self._optimizers.index(owner) in self.values.stepped
 

@@ -6,9 +6,10 @@ from collections.abc import Callable
 from enum import Enum
 from typing import Protocol
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
-from actors.distributed.torch_private import num_changes
+from actors.distributed.torch_private import norms_of, num_changes
 from pipelines.loop.prepared.errors import LoopMisused
 
 
@@ -56,9 +57,11 @@ class ScriptMoment:
         self.is_stale = True
         self.is_stepped = False
         """Whether the script has stepped an optimizer in this step."""
-        self._watched: list[nn.Parameter] = []
+        self._watched: list[Tensor] = []
         self._were_trained: list[bool] = []
         self._num_changes = 0
+        self._norms: list[float] = []
+        """Of the parameters as they were gathered: a change through `.data` is not counted."""
 
     def watch(self, module: nn.Module) -> None:
         """Watch a declared model's parameters: in the loop only the run may change them."""
@@ -81,12 +84,15 @@ class ScriptMoment:
         if [p.requires_grad for p in self._watched] != self._were_trained:
             raise LoopMisused(
                 f"step {step.number}: the script has changed requires_grad of parameters, which "
-                "the run does not see; freeze them before run.prepare"
+                "the run does not see; freeze them before run.prepare (where models are trained in "
+                "turn it is not needed: an optimizer that is not stepped changes nothing)"
             )
-        if self._count_changes() != self._num_changes:
+        is_changed = not self.is_stale and self._norms != self._current_norms()
+        if is_changed or self._count_changes() != self._num_changes:
             raise LoopMisused(
                 f"step {step.number}: the script has changed the model's parameters since the "
-                "step before, which the run does not see; change them before the loop"
+                "step before, which the run does not see; change them before the loop, or bound "
+                "them by torch.nn.utils.parametrize"
             )
         self.step, self.is_stepped = step, False
 
@@ -105,7 +111,7 @@ class ScriptMoment:
         if self.is_stale:
             self._gather()
             self.is_stale = False
-            self._num_changes = self._count_changes()
+            self._num_changes, self._norms = self._count_changes(), self._current_norms()
 
     def refuse_elsewhere(self) -> None:
         """Raise `LoopMisused` on a thread that does not see the trained values."""
@@ -138,3 +144,7 @@ class ScriptMoment:
 
     def _count_changes(self) -> int:
         return sum(map(num_changes, self._watched))
+
+    def _current_norms(self) -> list[float]:
+        with torch.no_grad():
+            return torch.stack(norms_of(self._watched)).tolist() if self._watched else []

@@ -2,38 +2,21 @@
 
 from __future__ import annotations
 
-from array import array
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
-from zlib import crc32
 
 import torch
 from torch import Tensor
 
-from pipelines.loop.prepared.kept_objects import KeptObjects
+from pipelines.loop.prepared.kept_objects import NUM_COMPARED, KeptObjects
 from pipelines.loop.prepared.script_values import ScriptValues
 
 VALUES = ""
-TOLERANCE = 1e-3
-"""The relative difference of values that workers of different hardware may compute."""
-
-
-class Fingerprint(NamedTuple):
-    """A checksum of the numbers, and a weighted sum of some of the objects' values, whose size is
-    that of its terms."""
-
-    exact: float
-    rough: float
-    size: float
-
-    def is_shared(self, totals: Sequence[float], num_workers: int) -> bool:
-        """Whether all workers have about the same, by the sums of their first two numbers."""
-        exact, rough = totals
-        is_near = abs(rough - num_workers * self.rough) <= TOLERANCE * num_workers * self.size
-        return exact == num_workers * self.exact and is_near
-
-
-NO_FINGERPRINT = Fingerprint(0.0, 0.0, 0.0)
+NUMBERS_TOLERANCE, OBJECTS_TOLERANCE = 1e-9, 1e-3
+"""The relative differences that machines of different kinds may compute."""
+LIMIT = 1e290
+"""Larger numbers would overflow in a sum."""
+WEIGHTS = torch.cos(torch.arange(1.0, NUM_COMPARED + 1, dtype=torch.float64))
+"""Of both signs, all different."""
 
 
 class ScriptState:
@@ -48,11 +31,14 @@ class ScriptState:
         self._objects = objects
         self.initial = {VALUES: _vector(values.initial), **objects.begin()}
         """All at step 0."""
+        self._note_fingerprint()
 
     def keep(self) -> None:
         """Begin the next step with what is there. Raises `LoopMisused` for other shapes."""
+        chosen = float(sum(1 << number for number in self._values.stepped))
         self._values.keep()
         self._objects.keep()
+        self._note_fingerprint(chosen)
 
     def restore(self) -> None:
         """Begin the present step with what was kept."""
@@ -67,16 +53,33 @@ class ScriptState:
         """Take these in place of what was kept."""
         self._values.kept = state[VALUES].tolist()
         self._objects.load(state)
+        self._note_fingerprint()
 
-    def fingerprint(self) -> Fingerprint:
-        """What nearly always differs if two workers have kept different values."""
-        exact = float(crc32(array("d", self._values.kept).tobytes()))
-        if not self._objects.objects:
-            return Fingerprint(exact, 0.0, 0.0)
-        weighted = self._objects.sample()
-        # Weights of both signs, all different.
-        weighted *= torch.cos(torch.arange(1.0, len(weighted) + 1, dtype=torch.float64))
-        return Fingerprint(exact, float(weighted.sum()), float(weighted.abs().sum()))
+    def forget_step(self) -> None:
+        """Compare no longer which optimizers have stepped: workers that join do not know it."""
+        self._note_fingerprint()
+
+    def is_shared(self, totals: Sequence[float], num_workers: int) -> bool:
+        """Whether all workers have kept about the same, by the sums of their fingerprints."""
+        triples = zip(totals, self.fingerprint, self._tolerances, strict=True)
+        return all(
+            abs(total - num_workers * own) <= num_workers * tolerance
+            for total, own, tolerance in triples
+        )
+
+    def _note_fingerprint(self, chosen: float = 0.0) -> None:
+        numbers = [number if abs(number) < LIMIT else 0.0 for number in self._values.kept]
+        self.fingerprint = [*numbers, chosen]
+        """The numbers, which optimizers have stepped, and a weighted sum of a few values of each
+        kept tensor: for a comparison of workers by one sum over all."""
+        self._tolerances = [NUMBERS_TOLERANCE * abs(number) for number in self.fingerprint]
+        if self._objects.kept:
+            weighted = self._objects.samples() * WEIGHTS
+            self.fingerprint += weighted.sum(1).tolist()
+            sizes = weighted.abs().sum(1).tolist()
+            for size, is_exact in zip(sizes, self._objects.are_exact(), strict=True):
+                tolerance = NUMBERS_TOLERANCE if is_exact else OBJECTS_TOLERANCE
+                self._tolerances.append(tolerance * size)
 
 
 def _vector(numbers: list[float]) -> Tensor:

@@ -2,25 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
 from functools import cached_property, partial
 from hashlib import sha256
-from types import MappingProxyType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
 
 from elastic.geometry.model_limits import Limits
 from elastic.geometry.regions import Region
 from pipelines.errors import UserError
+from pipelines.reading.batch_reads import BatchReads
 from pipelines.reading.endless import Endless
 from pipelines.reading.indexed import map_style, open_indexed
-from pipelines.reading.pass_reader import PassReader, num_samples_of, request_of, seed_host
+from pipelines.reading.pass_reader import (
+    PassReader,
+    Request,
+    num_samples_of,
+    request_of,
+    seed_host,
+)
 from pipelines.reading.readers import Readers
 from pipelines.reading.stream import Stream
 from pipelines.settings import MlpSettings
@@ -33,6 +38,7 @@ from pipelines.training.custom.custom_module import (
     find_blocks,
     seeded,
 )
+from pipelines.training.custom.custom_optimizer import CustomOptimizerFactory
 from pipelines.training.custom.custom_pipeline import Chain, CustomBatch, inputs_of
 from pipelines.training.custom.custom_shape import shape_of
 from pipelines.training.custom.merge_trial import Merging, try_merging
@@ -40,7 +46,7 @@ from pipelines.training.custom.microbatch_draws import MicrobatchDraws
 from pipelines.training.custom.optimizer_checks import why_not_sharded, why_not_split
 from pipelines.training.custom.pipeline_trial import why_no_pipeline
 from pipelines.training.models.mlp import MlpWorkload
-from pipelines.training.workload.optimizer import OptimizerFactory, scale_rates
+from pipelines.training.workload.optimizer import OptimizerFactory
 from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups
 from pipelines.training.workload.seeds import forward_seed, keyed_generator
 from pipelines.training.workload.state import trained_dims
@@ -98,6 +104,7 @@ class CustomWorkload:
         self.is_miniature = False
         self._reader = PassReader(lambda: self.train, recipe.collate)
         self._readers: Readers | None = None
+        self._batch_reads = BatchReads(self.settings)
         self._latest: dict[bool, CustomBatch] = {}
         """The latest microbatch of each split: False is training, True is held-out."""
 
@@ -125,9 +132,10 @@ class CustomWorkload:
     @cached_property
     def digest(self) -> str:
         """A digest of the numbers of samples, and of a few samples."""
-        digest = sha256(f"{self.num_samples} {self.num_held_out}".encode())
-        for number in range(NUM_DIGESTED if self.num_samples else 1):
-            sample = number * max(0, self.num_samples - 1) // (NUM_DIGESTED - 1)
+        length = self.train.length if isinstance(self.train, Endless) else self.num_samples
+        digest = sha256(f"{length} {self.num_held_out}".encode())
+        for number in range(NUM_DIGESTED if length else 1):
+            sample = number * max(0, length - 1) // (NUM_DIGESTED - 1)
             seed_host(keyed_generator("digest", sample).initial_seed())
             batch = self.recipe.collate([self.train[sample]])
             for tensor in tensors_in(batch):
@@ -236,13 +244,15 @@ class CustomWorkload:
     ) -> CustomBatch:
         """Read the microbatches of a pass; the random augmentation of each has its own seed."""
         request = request_of(parts)
-        if self._readers is None:
-            value = self._reader.read(request, lambda sample: interrupt())
-        else:
-            value = self._readers.take(request, interrupt)
+        value = self._batch_reads.read(request, partial(self._read, interrupt=interrupt))
         num_samples = num_samples_of(request)
         self._latest[False] = batch = CustomBatch(value, num_samples, num_samples)
         return batch
+
+    def _read(self, request: Request, interrupt: Callable[[], None]) -> Any:
+        if self._readers is None:
+            return self._reader.read(request, lambda sample: interrupt())
+        return self._readers.take(request, interrupt)
 
     def seed_forward(self, seed: int) -> None:
         """Reading may have drawn from the host's generators, here or in another process."""
@@ -291,7 +301,8 @@ class CustomWorkload:
             dtype = self.dtype if tensor.is_floating_point() else None
             if device.type != "cuda":
                 return tensor.to(device, dtype)
-            tensor = tensor.pin_memory() if self.settings.reading.pin_memory else tensor
+            if self.settings.reading.pin_memory and tensor.device.type == "cpu":
+                tensor = tensor.pin_memory()
             return tensor.to(device, dtype, non_blocking=True)
 
         is_divided = len(seeds) > 1 and self.divides_draws
@@ -342,22 +353,6 @@ class CustomWorkload:
         if held_out and self.held_out is None:
             raise UserError("eval_every: the recipe has no `held_out` data; give some, or set 0")
         return self.held_out if held_out and self.held_out is not None else self.train
-
-
-class CustomOptimizerFactory:
-    """The optimizer of a recipe; see `pipelines.training.workload.optimizer.OptimizerFactory`."""
-
-    script_state: Mapping[str, Tensor] = MappingProxyType({})
-
-    def __init__(self, recipe: Recipe) -> None:
-        self.recipe = recipe
-        self.max_grad_norm = recipe.max_grad_norm
-
-    def build(self, shards: Sequence[tuple[str, Tensor]]) -> Optimizer:
-        return self.recipe.optimizer(shards)
-
-    def schedule(self, step: int, groups: Sequence[dict[str, Any]]) -> None:
-        scale_rates(groups, float(self.recipe.schedule(step)))
 
 
 def _counted(

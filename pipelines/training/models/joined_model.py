@@ -20,6 +20,12 @@ class JoinedModel(nn.Module):
         """The models in their order, so that `a, b = models` works."""
         return self.children()
 
+    def __getitem__(self, number: int) -> nn.Module:
+        return list(self.children())[number]
+
+    def __len__(self) -> int:
+        return len(list(self.children()))
+
     def forward(self) -> NoReturn:
         raise TypeError("several models: call each, as in `generator, discriminator = models`")
 

@@ -46,7 +46,10 @@ class SamplePrefetch:
         self, step: int, rounds: Rounds, skipped_batches: Sequence[int]
     ) -> Iterator[list[SeededSamples]]:
         steps = range(step, self._settings.steps + 1)
-        for drawn in self._draw(steps, microbatches_in(rounds), skipped_batches):
+        drawn_steps = self._draw(steps, microbatches_in(rounds), skipped_batches)
+        for number, drawn in zip(steps, drawn_steps, strict=True):
+            if number not in (step, self._settings.first_of_batch(number)):
+                continue  # the workload keeps what is read again
             for microbatches in filter(None, rounds):
                 yield [drawn[number] for number in microbatches]
 

@@ -134,12 +134,12 @@ class ShardedReplica:
             gradients = self.state.gradients()
             partial = [gradients[name] for name in self.partial_gradients]
             reduce_partial_gradients(partial, self.parallel.tp)
-        self.prepare_gradients(interrupt)
+        self.prepare_gradients()
         self.step_statistics.note_gradients()
         sums[2] = self.state.squared_norm()
         return sums
 
-    def prepare_gradients(self, interrupt: Interrupt) -> None:
+    def prepare_gradients(self) -> None:
         """Nothing: only a script scales its losses, and steps some of its optimizers alone."""
 
     def read_early(self) -> None:

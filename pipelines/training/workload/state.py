@@ -76,7 +76,7 @@ def state_specs(workload: Workload, settings: TrainSettings) -> tuple[TensorSpec
             specs.append(spec)
     for name, value in optimizer_factory.script_state.items():
         specs.append(
-            TensorSpec(SCRIPT + name, tuple(value.shape), name_of(value.dtype), kind="optimizer")
+            TensorSpec(SCRIPT + name, tuple(value.shape), name_of(value.dtype), kind="script")
         )
     return tuple(specs)
 
