@@ -9,6 +9,8 @@ from typing import Any
 
 from pipelines.errors import UserError
 
+LARGEST = 1e300
+"""A whole number beyond the range of floats would raise in arithmetic."""
 AUTO = "auto"
 """The value that Hugging Face's `Trainer` replaces by one of its own arguments."""
 AUTO_LINE = (
@@ -69,8 +71,8 @@ class Configuration:
         value = self.values[key]
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise self.mistake(key, "must be a number")
-        if not abs(value) < float("inf"):
-            raise self.mistake(key, "must be finite")
+        if not abs(value) <= LARGEST:
+            raise self.mistake(key, f"must be finite, at most {LARGEST:g}")
         return value
 
     def flag(self, key: str) -> bool:
@@ -118,6 +120,8 @@ def read_configuration(file: Path) -> Configuration:
     except json.JSONDecodeError as error:
         place = f"line {error.lineno}, column {error.colno}"
         raise UserError(f"{file}: not JSON at {place}: {error.msg}") from None
+    except ValueError as error:
+        raise UserError(f"{file}: cannot be read: {error}") from None
     except RecursionError:
         raise UserError(f"{file}: nested too deeply for a DeepSpeed configuration") from None
     if not isinstance(values, dict) or not values:

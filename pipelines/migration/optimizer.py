@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from pipelines.migration.configuration import Configuration
+from pipelines.migration.configuration import AUTO, Configuration
 from pipelines.migration.conversion import Conversion
 
 TYPE = "optimizer.type"
@@ -77,9 +77,9 @@ def _convert_adam(keys: Configuration, conversion: Conversion, is_named_adamw: b
         "eps": EPS if eps is None else eps,
         "weight_decay": decay,
     }
-    if keys.values.get(f"{PARAMS}.lr") == "auto":
+    if keys.values.get(f"{PARAMS}.lr") == AUTO:
         conversion.peak = None
-        del values["lr"]
+    values = {key: v for key, v in values.items() if keys.values.get(f"{PARAMS}.{key}") != AUTO}
     name = "AdamW" if is_decoupled else "Adam"
     if conversion.is_loop:
         conversion.optimizer, conversion.optimizer_arguments = name, values
@@ -100,17 +100,17 @@ def _convert_adam(keys: Configuration, conversion: Conversion, is_named_adamw: b
 def _add_settings(
     keys: Configuration, conversion: Conversion, values: dict[str, Any], is_decoupled: bool
 ) -> None:
-    settings = {f"optimizer.{key}": value for key, value in values.items() if key != "betas"}
-    settings |= dict(zip(("optimizer.beta1", "optimizer.beta2"), values["betas"], strict=True))
-    conversion.settings |= settings
-    for key in ("lr", "eps"):
-        keys.report(f"{PARAMS}.{key}", f"optimizer.{key}={values.get(key)}")
-    beta1, beta2 = values["betas"]
-    keys.report(f"{PARAMS}.betas", f"optimizer.beta1={beta1}, optimizer.beta2={beta2}")
-    decay = f"optimizer.weight_decay={values['weight_decay']}"
-    if values["weight_decay"] and not is_decoupled:
-        keys.report(f"{PARAMS}.weight_decay", f"{decay}, decoupled; there is no counterpart of L2")
-    keys.report(f"{PARAMS}.weight_decay", f"{decay}, for matrices only")
+    for key, value in values.items():
+        if key == "betas":
+            changes = dict(zip(("optimizer.beta1", "optimizer.beta2"), value, strict=True))
+        else:
+            changes = {f"optimizer.{key}": value}
+        conversion.settings |= changes
+        line = ", ".join(f"{name}={number}" for name, number in changes.items())
+        if key == "weight_decay" and value:
+            line += ", for matrices only"
+            line += "" if is_decoupled else " and decoupled; there is no counterpart of L2"
+        keys.report(f"{PARAMS}.{key}", line)
     keys.report(TYPE, "the optimizer of the settings is AdamW")
 
 

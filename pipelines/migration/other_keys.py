@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from difflib import get_close_matches
 from fnmatch import fnmatchcase
 
-from pipelines.migration.configuration import Configuration
+from pipelines.migration.configuration import AUTO, Configuration
 
 NOT_NEEDED = {
     "steps_per_print": "the display and metrics.jsonl have every step",
@@ -103,17 +104,17 @@ def report_others(keys: Configuration) -> None:
     for key, value in keys.values.items():
         if key in keys.lines:
             continue
-        block = _disabled_block(keys, key)
-        if block:
-            keys.report(key, f"not needed because {block}.enabled is not true")
-        elif not keys.has(key) and key in keys.lines:
-            continue
-        elif reason := _match(NO_COUNTERPART, key):
-            is_off = value in (False, None, 0) or value in ({}, [])
-            line = "not needed because it is off" if is_off else f"no counterpart: {reason}"
-            keys.report(key, line)
-        elif reason := _match(NOT_NEEDED, key):
-            keys.report(key, f"not needed because {reason}")
+        needed, missing = _match(NOT_NEEDED, key), _match(NO_COUNTERPART, key)
+        if block := _disabled_block(keys, key):
+            is_auto = keys.values[f"{block}.enabled"] == AUTO
+            line = f"no value while {block}.enabled is auto"
+            keys.report(key, line if is_auto else f"not needed because {block}.enabled is not true")
+        elif missing and len(missing) > len(needed):
+            is_off = value is False or value is None
+            reason = f"no counterpart: {NO_COUNTERPART[missing]}"
+            keys.report(key, "not needed because it is off" if is_off else reason)
+        elif needed:
+            keys.report(key, f"not needed because {NOT_NEEDED[needed]}")
         else:
             keys.report(key, f"unknown, without effect{_similar(key)}")
 
@@ -128,12 +129,10 @@ def _disabled_block(keys: Configuration, key: str) -> str:
     return ""
 
 
-def _match(reasons: dict[str, str], key: str) -> str:
-    """The reason of the first pattern that the key, or the key as an empty block, matches."""
-    for pattern, reason in reasons.items():
-        if fnmatchcase(key, pattern) or fnmatchcase(f"{key}.", pattern):
-            return reason
-    return ""
+def _match(reasons: Mapping[str, str], key: str) -> str:
+    """The longest pattern that the key, or the key as an empty block, matches; or empty."""
+    patterns = [name for name in reasons if fnmatchcase(key, name) or fnmatchcase(f"{key}.", name)]
+    return max(patterns, key=len, default="")
 
 
 def _similar(key: str) -> str:

@@ -15,18 +15,20 @@ OLD_OFFLOAD = ("zero_optimization.cpu_offload", "zero_optimization.cpu_offload_p
 
 def convert_model_axes(keys: Configuration, conversion: Conversion) -> None:
     """Add `tp` and `cp`. A custom loop has neither."""
-    for key, axis in ((TENSOR, "tp"), (SEQUENCE, "cp")):
-        degree = keys.whole(key) or 0
-        if degree <= 1:
-            keys.report(key, f"not needed because {degree} shards nothing")
+    conversion.tensor_ranks = max(1, keys.whole(TENSOR) or 0)
+    conversion.sequence_ranks = max(1, keys.whole(SEQUENCE) or 0)
+    for key, axis, degree in (
+        (TENSOR, "tp", conversion.tensor_ranks),
+        (SEQUENCE, "cp", conversion.sequence_ranks),
+    ):
+        if degree == 1:
+            keys.report(key, "not needed because it shards nothing")
         elif conversion.is_loop:
             keys.report(key, "no counterpart: layouts of a loop are dp and fsdp (docs/layouts.md)")
-        elif axis == "tp":
-            conversion.tensor_ranks = conversion.axes[axis] = degree
-            keys.report(key, f"--layout {axis}={degree}")
         else:
-            conversion.sequence_ranks = conversion.axes[axis] = degree
-            keys.report(key, f"--layout {axis}={degree} (the built-in transformer only)")
+            conversion.axes[axis] = degree
+            models = " (the built-in transformer only)" if axis == "cp" else ""
+            keys.report(key, f"--layout {axis}={degree}{models}")
 
 
 def convert_zero(keys: Configuration, conversion: Conversion) -> None:
@@ -34,7 +36,7 @@ def convert_zero(keys: Configuration, conversion: Conversion) -> None:
     stage = keys.whole(STAGE) or 0
     if stage not in range(4):
         raise keys.mistake(STAGE, "must be 0, 1, 2 or 3")
-    ranks = conversion.data_ranks
+    ranks = conversion.num_gpus if conversion.is_loop else conversion.data_ranks
     sharded = _sharding_group(keys, ranks)
     axes = {}
     if ranks and stage:
@@ -86,7 +88,7 @@ def _convert_offload(keys: Configuration, conversion: Conversion) -> None:
         elif device is not None:
             raise keys.mistake(f"{block}.device", "must be cpu, nvme or none")
         for key in keys.below(block):
-            keys.report(key, "not needed because offload=true has no buffers to choose")
+            keys.report(key, "not needed because offload has no buffers to choose")
     for key in OLD_OFFLOAD:
         if keys.flag(key):
             conversion.settings["offload"] = True

@@ -37,7 +37,7 @@ def convert_schedule(keys: Configuration, conversion: Conversion) -> None:
     unknown = [key for key in NEEDED if keys.values.get(f"{PARAMS}.{key}") == AUTO]
     schedule = _read(keys, conversion, KINDS[kind])
     if "warmup_num_steps" in unknown or "total_num_steps" in unknown:
-        keys.report(TYPE, f"no value: {' and '.join(unknown)} decide the schedule; set them")
+        keys.report(TYPE, f"no value while {', '.join(unknown)} are auto")
         for key in keys.below(PARAMS):
             keys.has(key)
             keys.report(key, "no value without the others of this scheduler")

@@ -134,6 +134,8 @@ def full_names(values: dict[str, Any], prefix: str = "") -> list[str]:
         ("steps_per_print", 10, "not needed because the display"),
         ("wall_clock_breakdown", True, "not needed because each step's phases"),
         ("sparse_gradients", True, "no counterpart: gradients are dense"),
+        ("data_types", {"grad_accum_dtype": "fp32"}, "not needed because gradients"),
+        ("data_types", {"param_dtype": "bf16"}, "no counterpart: dtype applies"),
         ("sparse_gradients", False, "not needed because it is off"),
         ("gradiant_clipping", 1.0, "unknown, without effect; similar: gradient_clipping"),
         ("bananas", 1, "unknown, without effect"),
@@ -143,7 +145,8 @@ def test_keys_without_translation_are_reported(
     tmp_path: Path, key: str, value: Any, line: str
 ) -> None:
     converted = convert_values(tmp_path, {**PUBLISHED, key: value})
-    assert line_of(converted, key).startswith(line)
+    [name] = full_names({key: value})
+    assert line_of(converted, name).startswith(line)
     assert converted.text == convert_values(tmp_path, PUBLISHED).text
 
 
@@ -162,6 +165,7 @@ def test_auto_of_hugging_face_is_reported_and_has_no_value(tmp_path: Path) -> No
     names = {change.partition("=")[0] for change in changes_of(converted)}
     assert names == {f"optimizer.{name}" for name in ("beta1", "beta2", "eps", "weight_decay")}
     assert options_of(converted)["--layout"] == "zero=3"
+    assert line_of(converted, "zero_optimization.reduce_bucket_size").startswith("not needed")
     for key in ("train_batch_size", "optimizer.params.lr", "bf16.enabled"):
         assert line_of(converted, key).startswith("no value: Hugging Face's Trainer")
     assert "warmup_num_steps" in line_of(converted, "scheduler.type")
@@ -188,6 +192,14 @@ def test_batch_is_that_of_deepspeed(
     assert (settings.batch, settings.microbatch) == (batch, microbatch)
 
 
+def test_loop_without_tensor_parallelism_keeps_the_batch(tmp_path: Path) -> None:
+    values = {"train_micro_batch_size_per_gpu": 4, "tensor_parallel": {"autotp_size": 2}}
+    converted = convert_values(tmp_path, values, 8, "loop")
+    assert "MICROBATCH = 4\nNUM_MICROBATCHES = 4\n" in converted.text
+    assert "--workers 8 --layout dp=8" in converted.text
+    assert line_of(converted, "tensor_parallel.autotp_size").startswith("no counterpart")
+
+
 MISTAKES = {
     "not JSON": ('{"a": 1,}', "not JSON at line 1, column"),
     "a list": ("[1]", "must be a JSON object"),
@@ -212,6 +224,8 @@ MISTAKES = {
         "must be finite",
     ),
     "a rate below 0": ('{"optimizer": {"type": "Adam", "params": {"lr": -1}}}', "greater than 0"),
+    "a number of 5000 digits": ('{"train_batch_size": ' + "9" * 5000 + "}", "integer string"),
+    "a number beyond floats": ('{"gradient_clipping": ' + "9" * 400 + "}", "must be finite"),
     "an ambiguous key": ('{"bf16.enabled": true, "bf16": {"enabled": true}}', "with a dot"),
     "one beta": ('{"optimizer": {"type": "Adam", "params": {"betas": [0.9]}}}', "two numbers"),
 }
