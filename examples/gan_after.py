@@ -60,8 +60,7 @@ def main(run):
         if step.committed and step.update == 1:
             averaged.update_parameters(generator)
 
-    radius = averaged(torch.randn(500, NOISE)).norm(dim=1)
-    print(f"radius {radius.mean().item():.5f}")
+    torch.save(averaged.module.state_dict(), "generator.pt")
 
 
 if __name__ == "__main__":

@@ -101,3 +101,18 @@ def adds_later(run: Run) -> None:
         with step:
             compute(step, model)
         kept["hidden"] = torch.zeros(3)
+
+
+def stops_early(run: Run) -> None:
+    """The loop ends behind an update of what is kept."""
+    model, optimizer, _, loader = build_training(is_scheduled=False)
+    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    counts = run.keep({"updates": 0})
+    for step in run.steps(NUM_STEPS, microbatches=NUM_MICROBATCHES):
+        with step:
+            compute(step, model)
+        if step.committed:
+            counts["updates"] += 1
+            if step.number in (5, 7):
+                note_values(step.number, "counts", {"updates": torch.tensor(counts["updates"])})
+                break

@@ -37,17 +37,23 @@ class Critic(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.body = nn.Sequential(nn.Linear(4, 6), nn.Dropout(0.1), nn.Linear(6, 6))
+        self.body[2].requires_grad_(False)  # no optimizer has it
         self.score = nn.Linear(6, 1)
 
     def forward(self, points: Tensor) -> Tensor:
         return self.score(torch.tanh(self.body(points))).squeeze(-1)
 
 
-def build() -> tuple[nn.Module, nn.Module, DataLoader[Any]]:
+def build(num_readers: int = 0) -> tuple[nn.Module, nn.Module, DataLoader[Any]]:
     torch.manual_seed(5)
     generator, critic = Generator().double(), Critic().double()
     data = TensorDataset(torch.randn(40, 4).double() + 1)
-    return generator, critic, DataLoader(data, batch_size=MICROBATCH, shuffle=True)
+    loader = DataLoader(data, batch_size=MICROBATCH, shuffle=True, num_workers=num_readers)
+    return generator, critic, loader
+
+
+def trained(model: nn.Module) -> list[nn.Parameter]:
+    return [parameter for parameter in model.parameters() if parameter.requires_grad]
 
 
 def critic_loss(generator: nn.Module, critic: nn.Module, real: Tensor) -> Tensor:
@@ -64,11 +70,11 @@ def generator_loss(generator: nn.Module, critic: nn.Module, real: Tensor) -> Ten
 LOSSES = (critic_loss, generator_loss)
 
 
-def gan(run: Run) -> None:
+def gan(run: Run, num_readers: int = 0) -> None:
     """Two updates of each batch: the critic's, then the generator's."""
-    generator, critic, loader = build()
+    generator, critic, loader = build(num_readers)
     generator_optimizer = Adam(generator.parameters(), lr=0.02, betas=(0.5, 0.9))
-    critic_optimizer = Adam(critic.parameters(), lr=0.01)
+    critic_optimizer = Adam(trained(critic), lr=0.01)
     generator, critic, generator_optimizer, critic_optimizer, loader = run.prepare(
         generator, critic, generator_optimizer, critic_optimizer, loader
     )
@@ -78,17 +84,22 @@ def gan(run: Run) -> None:
                 if step.number in (8, 15) and number == 0:
                     die_once(step, f"step {step.number}")
                 step.backward(LOSSES[step.update](generator, critic, real))
+                real.zero_()  # the batch of the next update has its values again
             (critic_optimizer, generator_optimizer)[step.update].step()
         if step.committed and step.number % 6 == 0 and step.is_first_worker:
             values = {**prefixed("g", generator), **prefixed("c", critic)}
             note_values(step.number, "both", values)
 
 
+def gan_with_readers(run: Run) -> None:
+    gan(run, num_readers=2)
+
+
 def plain_gan() -> Iterator[tuple[float, dict[str, Tensor]]]:
     """The loss of each step, and the values after it."""
     generator, critic, loader = build()
     generator_optimizer = Adam(generator.parameters(), lr=0.02, betas=(0.5, 0.9))
-    critic_optimizer = Adam(critic.parameters(), lr=0.01)
+    critic_optimizer = Adam(trained(critic), lr=0.01)
     for step in range(1, NUM_STEPS + 1):
         update = (step - 1) % UPDATES
         optimizer = (critic_optimizer, generator_optimizer)[update]
@@ -104,7 +115,7 @@ def one_loss(run: Run) -> None:
     """Both models have one loss and one optimizer; a frozen teacher is not prepared."""
     generator, critic, loader = build()
     teacher = Critic().double().requires_grad_(False).eval()
-    optimizer = Adam([*generator.parameters(), *critic.parameters()], lr=0.01)
+    optimizer = Adam([*generator.parameters(), *trained(critic)], lr=0.01)
     generator, critic, optimizer, loader = run.prepare(generator, critic, optimizer, loader)
     run.evaluation(HELD_OUT, held_out_loss)
     for step in run.steps(NUM_STEPS, NUM_MICROBATCHES):
@@ -135,7 +146,7 @@ def plain_one_loss() -> Iterator[tuple[float, float]]:
     """The loss of each step, and the held-out loss after it."""
     generator, critic, loader = build()
     teacher = Critic().double().requires_grad_(False).eval()
-    optimizer = Adam([*generator.parameters(), *critic.parameters()], lr=0.01)
+    optimizer = Adam([*generator.parameters(), *trained(critic)], lr=0.01)
     for step in range(1, NUM_STEPS + 1):
         loss = plain_step(
             loader, step, step - 1, [optimizer], optimizer,
@@ -179,7 +190,7 @@ def prefixed(prefix: str, model: nn.Module) -> dict[str, Tensor]:
 def calls_after_its_optimizer(run: Run) -> None:
     """A script that would use parameters which the run has not updated yet."""
     generator, critic, loader = build()
-    optimizer = Adam([*generator.parameters(), *critic.parameters()], lr=0.01)
+    optimizer = Adam([*generator.parameters(), *trained(critic)], lr=0.01)
     generator, critic, optimizer, loader = run.prepare(generator, critic, optimizer, loader)
     for step in run.steps(NUM_STEPS, NUM_MICROBATCHES):
         with step:
@@ -191,7 +202,7 @@ def calls_after_its_optimizer(run: Run) -> None:
 
 def reads_twice(run: Run) -> None:
     generator, critic, loader = build()
-    optimizer = Adam([*generator.parameters(), *critic.parameters()], lr=0.01)
+    optimizer = Adam([*generator.parameters(), *trained(critic)], lr=0.01)
     generator, critic, optimizer, loader = run.prepare(generator, critic, optimizer, loader)
     for step in run.steps(NUM_STEPS, NUM_MICROBATCHES):
         with step:
@@ -203,10 +214,34 @@ def reads_twice(run: Run) -> None:
 def steps_by_worker(run: Run) -> None:
     """A script whose workers step different optimizers."""
     generator, critic, loader = build()
-    optimizers = Adam(generator.parameters()), Adam(critic.parameters())
+    optimizers = Adam(generator.parameters()), Adam(trained(critic))
     generator, critic, *optimizers, loader = run.prepare(generator, critic, *optimizers, loader)
     for step in run.steps(NUM_STEPS, NUM_MICROBATCHES):
         with step:
             for [real] in step.batches():
                 step.backward(critic_loss(generator, critic, real))
             optimizers[step.is_first_worker].step()
+
+
+def steps_outside(run: Run) -> None:
+    generator, critic, loader = build()
+    optimizers = Adam(generator.parameters()), Adam(trained(critic))
+    generator, critic, *optimizers, loader = run.prepare(generator, critic, *optimizers, loader)
+    for step in run.steps(NUM_STEPS, NUM_MICROBATCHES):
+        with step:
+            for [real] in step.batches():
+                step.backward(critic_loss(generator, critic, real))
+        optimizers[1].step()
+
+
+def clips_by_hand(run: Run) -> None:
+    """As in WGAN; what is changed so is not counted by autograd."""
+    generator, critic, loader = build()
+    optimizer = Adam([*generator.parameters(), *trained(critic)], lr=0.01)
+    generator, critic, optimizer, loader = run.prepare(generator, critic, optimizer, loader)
+    for step in run.steps(NUM_STEPS, NUM_MICROBATCHES):
+        with step:
+            for [real] in step.batches():
+                step.backward(critic_loss(generator, critic, real))
+        for parameter in critic.parameters():
+            parameter.data.clamp_(-0.1, 0.1)

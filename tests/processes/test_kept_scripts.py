@@ -37,6 +37,21 @@ def test_resumed_run_has_the_kept_objects(tmp_path: Path) -> None:
     assert list(run.losses().values()) == pytest.approx(losses, rel=1e-9)
 
 
+def test_break_keeps_what_the_last_step_has_changed(tmp_path: Path) -> None:
+    (marks := tmp_path / "marks").mkdir()
+    recipe = f"{kept_scripts.__file__}:stops_early"
+    settings = script_of(kept_scripts.stops_early).settings
+    for last_step in (5, 7):
+        run = run_in_processes(
+            tmp_path, settings, 2, layout="dp=2", recipe=recipe,
+            environment={loops.FOLDER: str(marks)},
+        )  # fmt: skip
+        assert (run.stopped.outcome, run.stopped.step) == ("completed", last_step)
+        for file in marks.glob(f"counts-{last_step}-*.pt"):
+            assert torch.load(file)["updates"] == last_step
+    assert len(list(marks.glob("counts-*.pt"))) == 4
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [

@@ -10,9 +10,19 @@ import torch
 from test_script_habits import run_habit
 
 
-@pytest.mark.parametrize("layout", ["dp=2,fsdp=2", "dp=2,fsdp=2,zero=2", "dp=3"])
-def test_models_of_a_gan_are_stepped_in_turn_on_the_same_batch(layout: str, tmp_path: Path) -> None:
-    run = run_habit(tmp_path, "gan", layout=layout, module=model_scripts)
+@pytest.mark.parametrize(
+    ("layout", "name"),
+    [
+        ("dp=2,fsdp=2", "gan"),
+        ("dp=2,fsdp=2,zero=2", "gan"),
+        ("dp=3", "gan"),
+        ("dp=3", "gan_with_readers"),
+    ],
+)
+def test_models_of_a_gan_are_stepped_in_turn_on_the_same_batch(
+    layout: str, name: str, tmp_path: Path
+) -> None:
+    run = run_habit(tmp_path, name, layout=layout, module=model_scripts)
     losses, values = zip(*model_scripts.plain_gan(), strict=True)
     assert list(run.losses().values()) == pytest.approx(losses, rel=1e-9)
     files = list((tmp_path / "marks").glob("both-*.pt"))
@@ -40,6 +50,8 @@ def test_models_with_one_loss_are_evaluated_together(tmp_path: Path) -> None:
     ("name", "reason"),
     [
         ("calls_after_its_optimizer", "step 1: the model is called after optimizer.step()"),
+        ("steps_outside", "optimizer.step() outside of `with step:`: with several optimizers"),
+        ("clips_by_hand", "step 2: the script has changed the model's parameters"),
         ("reads_twice", "step 1: `step.batches()` is iterated twice"),
         ("steps_by_worker", "or have stepped different optimizers: decide these by"),
     ],
