@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import importlib
 import sys
 from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from inspect import isfunction, signature
-from pathlib import Path
 from types import MappingProxyType, ModuleType
 from typing import Any
 
@@ -28,7 +26,7 @@ from pipelines.settings import (
 )
 from pipelines.settings.overrides import similar_names
 from pipelines.settings.recipe import Recipe
-from pipelines.settings.script_file import ScriptFile, run_file
+from pipelines.settings.script_file import ScriptFile, module_at
 from pipelines.settings.user_code import user_code_errors
 
 RecipeLike = str | TrainSettings | Recipe | Callable[..., Any]
@@ -194,8 +192,7 @@ def _from_module(name: str, place: str, function: str) -> Callable[[], TrainSett
     is_file = place.endswith(".py")
     if not function or (not is_file and not all(p.isidentifier() for p in place.split("."))):
         raise UserError(f"recipe {name}: write path/to/file.py:function or module:function")
-    with user_code_errors(f"recipe {name}", is_all_theirs=True):
-        module = run_file(Path(place)) if is_file else _imported(name, place)
+    module = module_at(f"recipe {name}", place)
     recipe = getattr(module, function, None)
     if not callable(recipe):
         names = [key for key, value in vars(module).items() if _is_defined_in(module, value)]
@@ -208,12 +205,3 @@ def _from_module(name: str, place: str, function: str) -> Callable[[], TrainSett
 
 def _is_defined_in(module: ModuleType, value: object) -> bool:
     return isfunction(value) and value.__module__ == module.__name__
-
-
-def _imported(name: str, place: str) -> ModuleType:
-    try:
-        return importlib.import_module(place)
-    except ModuleNotFoundError as error:
-        if error.name is None or not f"{place}.".startswith(f"{error.name}."):
-            raise
-        raise UserError(f"recipe {name}: there is no module {place}") from None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import atexit
+import importlib
 import importlib.util
 import shutil
 import sys
@@ -16,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from pipelines.errors import UserError
-from pipelines.settings.user_code import is_users
+from pipelines.settings.user_code import is_users, user_code_errors
 
 
 @dataclass(frozen=True)
@@ -87,6 +88,22 @@ def refuse_in_file(what: str) -> None:
             f"{what}: each worker runs {_running[-1]}.py, too, for its function; put this under "
             '`if __name__ == "__main__":`'
         )
+
+
+def module_at(what: str, place: str) -> ModuleType:
+    """The module of `path/to/file.py`, which is run, or of a dotted name, which is imported.
+
+    Raises `UserError`, which begins with `what`.
+    """
+    with user_code_errors(what, is_all_theirs=True):
+        if place.endswith(".py"):
+            return run_file(Path(place))
+        try:
+            return importlib.import_module(place)
+        except ModuleNotFoundError as error:
+            if error.name is None or not f"{place}.".startswith(f"{error.name}."):
+                raise
+            raise UserError(f"{what}: there is no module {place}") from None
 
 
 def run_file(file: Path) -> ModuleType:

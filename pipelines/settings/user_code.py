@@ -35,7 +35,7 @@ def user_code_errors(what: str, is_all_theirs: bool = False) -> Iterator[None]:
         if not (frames or is_all_theirs or isinstance(error, SystemExit)):
             raise
         raise UserCodeFailed(
-            f"{what}: {_place(error, frames)}{_in_one_line(error)}",
+            f"{what}: {_place(error, frames)}{describe(error)}",
             "".join(traceback.format_list(frames)) if len(frames) > 1 else "",
         ) from error
 
@@ -73,7 +73,7 @@ def _place(error: BaseException, frames: list[traceback.FrameSummary]) -> str:
     return f"{frames[-1].filename}, line {frames[-1].lineno}: " if frames else ""
 
 
-def _in_one_line(error: BaseException) -> str:
+def describe(error: BaseException) -> str:
     if isinstance(error, SyntaxError):
         message = error.msg
     else:
