@@ -18,6 +18,7 @@ from rich.console import Console
 from actors.runtime.factory import quick_imports
 from pipelines.cli_options import (
     AuditEvery,
+    Callbacks,
     Changes,
     Data,
     Detach,
@@ -31,6 +32,7 @@ from pipelines.cli_options import (
     RecipeName,
     ScriptWords,
     TrackingUri,
+    Workers,
 )
 from pipelines.errors import UserCodeFailed, UserError, refuse_undecodable
 
@@ -64,10 +66,7 @@ def train(
         str | None, typer.Option(help="Name of the run; an existing name resumes it.")
     ] = None,
     storage: Annotated[str, typer.Option(help=STORAGE_HELP)] = "runs",
-    workers: Annotated[
-        str | None,
-        typer.Option(metavar="MIN:MAX", help="Number of workers, e.g. 2:8; 8 alone means 1:8."),
-    ] = None,
+    workers: Workers = None,
     layout: Annotated[str | None, typer.Option(help="Target layout, e.g. dp=2,fsdp=2.")] = None,
     steps: Annotated[int | None, typer.Option(help="Stop after this step.")] = None,
     data: Data = None,
@@ -82,6 +81,7 @@ def train(
     interface: Interface = None,
     ports: Ports = None,
     notify: NotifyUrl = None,
+    callback: Callbacks = None,
     detach: Detach = False,
     profile: Profile = None,
     in_process: InProcess = False,
@@ -112,6 +112,7 @@ def train(
         interface=interface,
         ports=ports,
         notify=notify,
+        callbacks=tuple(callback or ()),
         detach=detach,
         profile=profile,
     )

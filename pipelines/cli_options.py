@@ -29,6 +29,10 @@ Data = Annotated[
         "token shards (a folder or a URL such as s3://bucket/folder), or 'random'."
     ),
 ]
+Workers = Annotated[
+    str | None,
+    typer.Option(metavar="MIN:MAX", help="Number of workers, e.g. 2:8; 8 alone means 1:8."),
+]
 Interface = Annotated[
     str | None,
     typer.Option(
@@ -51,6 +55,15 @@ NotifyUrl = Annotated[
         show_envvar=True,
         help="POST a JSON object to this URL when the run has been waiting for long (setting "
         "notify_after_s) and when it stops.",
+    ),
+]
+Callbacks = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--callback",
+        metavar="FILE.py:NAME",
+        help="Call this pipelines.callbacks.Callback for each step, reshard, notice and checkpoint."
+        " Also module:NAME. Repeatable.",
     ),
 ]
 TrackingUri = Annotated[

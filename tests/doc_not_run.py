@@ -34,6 +34,9 @@ NOT_RUN = {
     "python -m pdb": "waits for its user; `processes/test_in_process.py` debugs",
     "s3://": "needs an object store; `processes/test_data_by_url.py`, `test_durable.py` and "
     "`test_status_on_s3.py` run such commands on a local one",
+    "tensorboard ": "serves until it is stopped",
+    "pipelines.callbacks:": "needs a package that is no dependency; "
+    "`unit/test_ready_made_callbacks.py` tries it where it is installed",
     "--interface eth0": "needs this interface; `ray/test_data_and_network.py` names another",
     "https://example.com": "posts to the internet; `unit/test_notify.py` posts to a local server",
 }
@@ -48,7 +51,7 @@ def reason(command: Command) -> str:
     return ""
 
 
-ARGUMENTS = ("s3://", "--interface eth0", "https://example.com")
+ARGUMENTS = ("s3://", "pipelines.callbacks:", "--interface eth0", "https://example.com")
 """Those of `NOT_RUN` that may be anywhere in a command line."""
 
 

@@ -2,6 +2,7 @@
 
 from pipelines.api.live_run import LiveRun
 from pipelines.api.trainer import ElasticTrainer
+from pipelines.callbacks import Callback
 from pipelines.errors import UserError
 
-__all__ = ["ElasticTrainer", "LiveRun", "UserError"]
+__all__ = ["Callback", "ElasticTrainer", "LiveRun", "UserError"]

@@ -21,7 +21,7 @@ SCALING_HINTS = {
 }
 RUN_HINTS = {
     "storage_filesystem": "give storage_path as a URL, e.g. s3://bucket/runs",
-    "callbacks": "use `start()`, which returns a handle with metrics and events",
+    "callbacks": "pass callbacks= to ElasticTrainer, derived from pipelines.callbacks.Callback",
     "stop": "use steps=, or a scheduler of Ray Tune",
     "worker_runtime_env": "pass it to ray.init(runtime_env=...)",
     "verbose": "pass verbose= to ElasticTrainer",

@@ -15,6 +15,7 @@ from actors.ray_backend.controller import DriverReport
 from actors.ray_backend.driver import Drive
 from pipelines.api.result import ended, in_terms_of_python
 from pipelines.api.tables import Tables
+from pipelines.callbacks.callback_thread import called_back
 from pipelines.run.drive import started_run
 from pipelines.run.plan import RunPlan
 from pipelines.run.refusals import parse_layout
@@ -35,7 +36,11 @@ class LiveRun:
         self._error: BaseException | None = None
         self._block = ExitStack()
         with in_terms_of_python():
+            self._calls = self._block.enter_context(
+                called_back(plan.folder, plan.callbacks, plan.recipe)
+            )
             self._drive: Drive = self._block.enter_context(started_run(plan))
+            self._calls.start()
         self._thread = threading.Thread(target=self._follow, name=plan.folder.name, daemon=True)
         self._thread.start()
         atexit.register(self._stop_and_wait)
@@ -92,7 +97,7 @@ class LiveRun:
         if self._error is not None:
             raise self._error
         assert self._progress is not None
-        return ended(self._folder, self._progress)
+        return ended(self._folder, self._progress, self._calls.failures)
 
     def __enter__(self) -> LiveRun:
         return self
@@ -122,6 +127,7 @@ class LiveRun:
         try:
             with in_terms_of_python(), self._block:
                 self._progress = self._drive.follow(lambda progress: None)
+                self._calls.outcome = self._progress.outcome
         except BaseException as error:
             self._error = error  # `result` raises it in the caller's thread
         finally:

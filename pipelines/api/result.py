@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,6 +23,7 @@ NAMES = {
     "run-name": "RunConfig(name)",
     "storage": "RunConfig(storage_path)",
     "audit-every": "audit_every",
+    "callback": "callbacks",
     "record-samples": "record_samples",
     "tracking-uri": "tracking_uri",
 } | {name: name for name in ("layout", "steps", "data", "set", "inject", "interface", "ports")}
@@ -51,24 +52,35 @@ def renamed(message: str) -> str:
     return re.sub(r"(?<![\w-])--([a-z][a-z-]+)", argument, message)
 
 
-def ended(folder: RunFolder, progress: DriverReport) -> Result:
+class RunResult(Result):  # type: ignore[misc]
+    """The result of a run, as Ray Train's, with `failed_callbacks`: a line about each callback that
+    raised."""
+
+    failed_callbacks: tuple[str, ...] = ()
+
+
+def ended(
+    folder: RunFolder, progress: DriverReport, failed_callbacks: Sequence[str] = ()
+) -> RunResult:
     """The result of a run that has completed or was stopped on request.
 
     Raises `TrainingFailedError` with the traceback of the user's code, or `UserError`.
     """
     outcome = progress.outcome
     assert outcome is not None
-    for line in progress.undelivered:
+    for line in (*progress.undelivered, *failed_callbacks):
         warnings.warn(line, stacklevel=2)
     message = f"run '{folder.name}' failed at step {outcome.step}: {outcome.reason}"
     if outcome.outcome == "user_error":
         raise UserError(renamed(outcome.reason))
     if outcome.outcome == "failed":
         raise TrainingFailedError("\n".join(part for part in (message, outcome.traceback) if part))
-    return result_of(folder)
+    result = result_of(folder)
+    result.failed_callbacks = tuple(failed_callbacks)
+    return result
 
 
-def result_of(folder: RunFolder) -> Result:
+def result_of(folder: RunFolder) -> RunResult:
     """The result from a run's folder; `best_checkpoints` are all kept checkpoints with the metrics
     of their steps."""
     table = Tables(folder).metrics()
@@ -77,7 +89,7 @@ def result_of(folder: RunFolder) -> Result:
     for saved in find_checkpoints(folder.files).whole:
         place = folder.files.at(folder_of(saved.step, saved.generation)).in_arrow()[1]
         kept.append((Checkpoint(place, system), _metrics(table, saved.step)))
-    return Result(
+    return RunResult(
         metrics=_metrics(table),
         checkpoint=kept[-1][0] if kept else None,
         error=None,

@@ -17,6 +17,8 @@ from pipelines.api.configs import RunOptions, Scaling, changes_of
 from pipelines.api.live_run import LiveRun
 from pipelines.api.result import ended, in_terms_of_python
 from pipelines.api.trial import StepReports
+from pipelines.callbacks.callback_thread import called_back
+from pipelines.callbacks.loading import CallbackLike
 from pipelines.errors import UserError
 from pipelines.run.drive import (
     Interrupts,
@@ -38,7 +40,8 @@ class ElasticTrainer:
     `scaling_config` sets the number of workers, `(2, 8)` for any number from 2 to 8, and the
     resources of each; `run_config` sets the run name, which also resumes a run, and the storage.
     `layout` is the target layout for all workers, such as `dp=2,fsdp=2`; `steps` is the last step;
-    `set` overrides settings, such as `{"optimizer.lr": 1e-3}`. `verbose=0` prints nothing. The
+    `set` overrides settings, such as `{"optimizer.lr": 1e-3}`. `callbacks` are called in this
+    process for each step and event, see `pipelines.callbacks`. `verbose=0` prints nothing. The
     other arguments are options of `elastic train`.
 
     Raises `UserError` for unsupported arguments.
@@ -63,6 +66,7 @@ class ElasticTrainer:
         interface: str | None = None,
         ports: str | None = None,
         notify: str | None = None,
+        callbacks: Sequence[CallbackLike] = (),
         verbose: int = 1,
     ) -> None:
         scaling, options = Scaling.of(scaling_config), RunOptions.of(run_config)
@@ -86,6 +90,7 @@ class ElasticTrainer:
             interface=interface,
             ports=ports,
             notify=notify,
+            callbacks=tuple(callbacks),
         )
 
     def fit(self) -> Result:
@@ -103,15 +108,18 @@ class ElasticTrainer:
             try:
                 if console:
                     print_location(plan, console)
-                with started_run(plan, joined=interrupts.install) as drive_:
-                    progress = follow(plan, drive_, console, lambda: interrupts.forward(drive_))
+                with called_back(plan.folder, plan.callbacks, plan.recipe) as calls:
+                    with started_run(plan, joined=interrupts.install) as drive_:
+                        calls.start()
+                        progress = follow(plan, drive_, console, lambda: interrupts.forward(drive_))
+                    calls.outcome = progress.outcome
             finally:
                 interrupts.restore()
         if interrupts.number == signal.SIGINT:
             raise KeyboardInterrupt
         if interrupts.number:
             raise SystemExit(128 + interrupts.number)
-        return ended(plan.folder, progress)
+        return ended(plan.folder, progress, calls.failures)
 
     def start(self) -> LiveRun:
         """Start or resume the run and return at once. Raises `UserError` for a refused request."""

@@ -41,6 +41,7 @@ from actors.storage.errors import (
 from actors.storage.lease import owner_of
 from actors.storage.storage import DiskStorage
 from elastic.protocol.commands import Stopped
+from pipelines.callbacks.callback_thread import CallbackThread, called_back
 from pipelines.errors import UserError
 from pipelines.observe.history.follow import Follower
 from pipelines.observe.history.run_folder import named_storage
@@ -120,12 +121,16 @@ def drive(request: TrainRequest, console: Console) -> int:
         console.print(note, soft_wrap=True, highlight=False)
     has_begun = False
     try:
-        with started_run(plan, request.detach, interrupts.install) as drive_:
-            has_begun = True
-            if request.detach:
-                return 0
-            progress = follow(plan, drive_, console, lambda: interrupts.forward(drive_))
-            _print_ending(progress, plan)
+        with called_back(plan.folder, plan.callbacks, plan.recipe) as calls:
+            with started_run(plan, request.detach, interrupts.install) as drive_:
+                has_begun = True
+                if request.detach:
+                    return 0
+                calls.start()
+                progress = follow(plan, drive_, console, lambda: interrupts.forward(drive_))
+                _print_ending(progress, plan)
+            calls.outcome = progress.outcome
+        print_failures(calls)
         assert progress.outcome is not None
         if progress.is_head_gone:
             _exit_without_ray(progress.outcome, interrupts.number)
@@ -142,6 +147,12 @@ def drive(request: TrainRequest, console: Console) -> int:
         return 1
     except KeyboardInterrupt:
         return 128 + (interrupts.number or signal.SIGINT)
+
+
+def print_failures(calls: CallbackThread) -> None:
+    """Print again, at the end of a command, which callbacks have failed."""
+    for line in calls.failures:
+        print(f"elastic: {line}", file=sys.stderr)
 
 
 def _exit_without_ray(outcome: Stopped, signal_number: int) -> NoReturn:

@@ -18,11 +18,12 @@ from actors.ray_backend.driver import exit_code
 from actors.ray_backend.observers import PATIENCE_S as OBSERVER_PATIENCE_S
 from actors.storage.errors import RunRefused
 from elastic.protocol.events import Event, StopRequested
+from pipelines.callbacks.callback_thread import called_back
 from pipelines.errors import UserError
 from pipelines.observe.history.follow import Follower
 from pipelines.observe.history.progress import unit_of
 from pipelines.observe.view.display import Display
-from pipelines.run.drive import LAST_LINES_S, Interrupts
+from pipelines.run.drive import LAST_LINES_S, Interrupts, print_failures
 from pipelines.run.plan import RunPlan, TrainRequest, make_plan, store_recipe
 from pipelines.run.refusals import parse_layout
 
@@ -115,12 +116,19 @@ def _train(plan: RunPlan, console: Console, interrupts: Interrupts) -> int:
         interrupts.forward(_InProcessDrive(post))
         display.update(time.time(), *follower.take(), trouble=follower.trouble)
 
-    try:
-        ended = run_in_process(plan.run, hear, claimed=lambda: store_recipe(plan))
-    finally:
-        follower.finish(LAST_LINES_S)
+    def claimed() -> None:
+        store_recipe(plan)
+        calls.start()
+
+    with called_back(plan.folder, plan.callbacks, plan.recipe) as calls:
+        try:
+            ended = run_in_process(plan.run, hear, claimed)
+        finally:
+            follower.finish(LAST_LINES_S)
+        calls.outcome = ended.outcome
     display.update(time.time(), *follower.take(), trouble=follower.trouble)
     console.print(display.summary(time.time()), highlight=False, soft_wrap=True)
+    print_failures(calls)
     for observer in plan.run.observers:
         if undelivered := observer.make().finish(OBSERVER_PATIENCE_S):
             print(f"elastic: {undelivered}", file=sys.stderr)

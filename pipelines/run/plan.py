@@ -19,13 +19,14 @@ from actors.controller.run import RunSpec
 from actors.runtime.code_digest import digest_of_sources
 from actors.runtime.factory import Factory
 from actors.snapshots.memory_layout import most_bytes
-from actors.storage.reachability import refuse_unreachable
 from elastic.geometry.errors import Infeasible
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Capacity, Job
 from elastic.planner.layout_choice import plan_layout
 from elastic.protocol.events import RunOpened
 from elastic.protocol.policy import Policy
+from pipelines.callbacks.callback_thread import NamedCallback
+from pipelines.callbacks.loading import CallbackLike, load_callbacks
 from pipelines.data.opening import RANDOM, prepared_folder
 from pipelines.data.packing import prepare_chats
 from pipelines.errors import LayoutRefused, UserError
@@ -60,6 +61,8 @@ from pipelines.run.refusals import (
     parse_layout,
     parse_workers,
     refuse_unreadable,
+    refuse_unusable,
+    unwritable,
 )
 from pipelines.settings import TrainSettings
 from pipelines.settings.home import expand_home
@@ -97,13 +100,15 @@ class TrainRequest:
     """Ray options of a worker's actor, besides its accelerator."""
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the recipe's function, by name."""
+    callbacks: tuple[CallbackLike, ...] = ()
 
     def refuse_unreadable(self) -> None:
         """Raises `UserError` for options that are empty or not valid text; `--data` may be
         empty."""
         options = {f"--{key.replace('_', '-')}": value for key, value in vars(self).items()}
+        names = tuple(given for given in self.callbacks if isinstance(given, str))
         data = {"--data": self.data or None, "--recipe": None, "--set": self.changes}
-        refuse_unreadable({**options, **data})
+        refuse_unreadable({**options, **data, "--callbacks": None, "--callback": names})
 
 
 @dataclass(frozen=True)
@@ -120,6 +125,7 @@ class RunPlan:
     per_worker: Mapping[str, Any] = field(default_factory=dict)
     notes: tuple[str, ...] = ()
     """Notes for the user, e.g. that the recipe's file has changed."""
+    callbacks: tuple[NamedCallback, ...] = ()
 
 
 def make_plan(request: TrainRequest, num_gpus: int) -> RunPlan:
@@ -129,6 +135,7 @@ def make_plan(request: TrainRequest, num_gpus: int) -> RunPlan:
     """
     request.refuse_unreadable()
     settings, custom = settings_of(request)
+    callbacks = load_callbacks(request.callbacks)
     notify_url = check_url(request.notify) if request.notify else None
     num_gpus = 0 if settings.accelerator == "cpu" else num_gpus
     folder = _run_folder(request)
@@ -138,14 +145,11 @@ def make_plan(request: TrainRequest, num_gpus: int) -> RunPlan:
     settings = _with_places(settings, request, folder)
     tracking_uri = _tracking_uri(request)
     options = worker_options(folder.url, settings, faults, request.profile)
-    _refuse_unusable(folder)
+    refuse_unusable(folder)
     data_cache = request.data_cache or named_storage(request.storage).at("data").url
     factory = _program(settings, custom, data_cache, folder.files.at("stream").url)
-    with (
-        user_code_errors(f"recipe {name_of(request.recipe)}")
-        if custom is not None
-        else nullcontext()
-    ):
+    named = user_code_errors(f"recipe {name_of(request.recipe)}")
+    with named if custom is not None else nullcontext():
         program = TrainingProgram(**{**factory.kwargs, "device": "cpu"})
         if custom is not None:
             refuse_unfit_recipe(program.workload, settings)
@@ -180,6 +184,7 @@ def make_plan(request: TrainRequest, num_gpus: int) -> RunPlan:
         recipe,
         request.per_worker,
         notes,
+        callbacks,
     )
 
 
@@ -368,32 +373,10 @@ def _stored_settings(folder: RunFolder, stored: dict[str, Any]) -> TrainSettings
         raise damaged_file(folder.files, RECIPE, problem) from None
 
 
-def _refuse_unusable(folder: RunFolder) -> None:
-    """Raises `UserError` for storage that cannot be reached or written."""
-    path = folder.path
-    if path is None:
-        try:
-            refuse_unreachable(folder.url)
-        except OSError as error:
-            raise UserError(f"--storage {folder.storage}: cannot be reached ({error})") from None
-        return  # a trial write would cost as much as `store_recipe`
-    nearest = next(parent for parent in (path, *path.parents) if parent.exists())
-    if not nearest.is_dir():
-        raise _unwritable(folder, f"{nearest} is not a folder")
-    if not os.access(nearest, os.W_OK):
-        raise _unwritable(folder, f"no permission to write in {nearest}")
-
-
 def store_recipe(plan: RunPlan) -> None:
     """Make the run's folder and write `recipe.json`. Raises `UserError`."""
     folder = plan.folder
     try:
         folder.files.write(RECIPE, json.dumps(plan.recipe, indent=1).encode())
     except OSError as error:
-        raise _unwritable(folder, error.strerror or str(error)) from None
-
-
-def _unwritable(folder: RunFolder, why: str | None) -> UserError:
-    return UserError(
-        f"--storage {folder.storage}: cannot be written ({why}); choose a writable folder or URL"
-    )
+        raise unwritable(folder, error.strerror or str(error)) from None

@@ -26,6 +26,8 @@ def refuse_unstartable(plan: RunPlan, detach: bool = False) -> None:
     _refuse_torch()
     _refuse_unknown_check(plan.settings.health.check)
     _refuse_unpicklable(plan)
+    if detach and plan.callbacks:
+        raise UserError("--callback is called by this command, which --detach ends: drop one")
     is_private = will_be_private()
     if is_private and detach:
         raise UserError(

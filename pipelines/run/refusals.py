@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sys
 from collections.abc import Mapping, Sequence
@@ -9,9 +10,11 @@ from importlib.metadata import entry_points
 from pathlib import Path
 
 from actors.storage.credentials import has_credentials, without_credentials
+from actors.storage.reachability import refuse_unreachable
 from elastic.geometry.errors import ElasticError
 from elastic.geometry.target_layout import TargetLayout
 from pipelines.errors import UserError, refuse_undecodable
+from pipelines.observe.history.run_folder import RunFolder
 from pipelines.settings.overrides import refuse_changes, similar_names
 
 MAX_WORKERS = 100_000
@@ -69,6 +72,28 @@ def check_tracking_uri(uri: str) -> str:
             "sqlite:////path/mlflow.db"
         )
     return uri
+
+
+def refuse_unusable(folder: RunFolder) -> None:
+    """Raises `UserError` for storage that cannot be reached or written."""
+    path = folder.path
+    if path is None:
+        try:
+            refuse_unreachable(folder.url)
+        except OSError as error:
+            raise UserError(f"--storage {folder.storage}: cannot be reached ({error})") from None
+        return  # a trial write would cost as much as `store_recipe`
+    nearest = next(parent for parent in (path, *path.parents) if parent.exists())
+    if not nearest.is_dir():
+        raise unwritable(folder, f"{nearest} is not a folder")
+    if not os.access(nearest, os.W_OK):
+        raise unwritable(folder, f"no permission to write in {nearest}")
+
+
+def unwritable(folder: RunFolder, why: str | None) -> UserError:
+    return UserError(
+        f"--storage {folder.storage}: cannot be written ({why}); choose a writable folder or URL"
+    )
 
 
 BUILT_IN = ("tiny", "tiny_moe", "byte_lm", "mlp", "finetune")

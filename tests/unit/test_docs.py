@@ -46,7 +46,7 @@ TOP_PAGES = [README, ROOT / "CONTRIBUTING.md", ROOT / "CHANGELOG.md"]
 PAGES = sorted([*TOP_PAGES, *DOCS.glob("*.md")])
 MAX_README_LINES = 150
 NUM_OPTIONS = {
-    "train": 19,
+    "train": 20,
     "status": 4,
     "logs": 2,
     "sweep": 6,

@@ -52,7 +52,7 @@ LEVELS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("run",),
         ("observe/sidecar",),
         ("observe/tracking",),
-        ("observe/view", "hugging_face", "loop"),
+        ("observe/view", "hugging_face", "loop", "callbacks"),
         ("loop/prepared",),
         ("observe/history", "training"),
         ("observe", "training/replica"),
