@@ -67,6 +67,23 @@ def test_fit_survives_a_kill_and_returns_a_result(script: Script) -> None:
     assert recipe["recipe"] == "__main__:small" and recipe["settings"]["seed"] == 11
 
 
+def test_callbacks_are_called_for_each_step_and_a_failed_one_is_in_the_result(
+    script: Script,
+) -> None:
+    fits, handles = script.observed["fits"], script.observed["handles"]
+    called = fits["called"]
+    assert [call for call in called if call.startswith("step")] == [
+        f"step {n}" for n in range(1, 9)
+    ]
+    assert "reshard 3" in called and called[-1] == "end completed"
+    [failure] = fits["failed_callbacks"]
+    assert failure.startswith("callback RaisesAtStep3.on_step raised ValueError: the third at step")
+    last = handles["stopped"]["metrics"]["step"]
+    called = [call for call in handles["called"] if call.startswith("step")]
+    assert called == [f"step {n}" for n in range(9, last + 1)]
+    assert handles["called"][-1] == "end interrupted"
+
+
 def test_only_a_verbose_run_prints_its_progress(script: Script) -> None:
     assert f"run mine: {script.storage / 'mine'}" in script.output and "w1 lost" in script.output
     assert "run broken" not in script.output and script.output.count("completed at step") == 1

@@ -16,7 +16,7 @@ import ray.data
 from ray import tune
 from ray.train import Result, RunConfig, ScalingConfig, TrainingFailedError
 
-from pipelines.api import ElasticTrainer, UserError
+from pipelines.api import Callback, ElasticTrainer, UserError
 from pipelines.custom_data.from_ray import from_ray_dataset
 from pipelines.run.recipes import tiny
 from pipelines.settings import TrainSettings
@@ -29,6 +29,28 @@ PATIENCE_S = 120.0
 def small():
     """The recipe `tiny` with another seed, to recognize it."""
     return tiny().model_copy(update={"dtype": "float64", "seed": 11})
+
+
+class Seen(Callback):
+    """Writes down what it was called for."""
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+
+    def on_step(self, step) -> None:
+        self.calls.append(f"step {step.number}")
+
+    def on_reshard(self, reshard) -> None:
+        self.calls.append(f"reshard {reshard.step}")
+
+    def on_end(self, result) -> None:
+        self.calls.append(f"end {result.outcome}")
+
+
+class RaisesAtStep3(Callback):
+    def on_step(self, step) -> None:
+        if step.number == 3:
+            raise ValueError("the third")
 
 
 def trainer(storage: str, name: str, workers: Any, **arguments: Any) -> ElasticTrainer:
@@ -55,19 +77,23 @@ def summarize(result: Result) -> dict[str, Any]:
 
 def fit_runs(storage: str) -> dict[str, Any]:
     """Fit a run that is shown and loses a worker, and a run that fails."""
-    fault = ["kill worker 1 at step 4"]
-    result = trainer(storage, "mine", (1, 2), steps=8, inject=fault, verbose=1).fit()
+    fault, seen = ["kill worker 1 at step 4"], Seen()
+    callbacks = {"callbacks": [seen, RaisesAtStep3]}
+    result = trainer(storage, "mine", (1, 2), steps=8, inject=fault, verbose=1, **callbacks).fit()
     try:
         trainer(storage, "broken", 1, steps=8, inject=["raise in worker 0 at step 3"]).fit()
     except TrainingFailedError as error:
-        return {"shown": summarize(result), "failure": str(error)}
+        called = {"called": seen.calls, "failed_callbacks": result.failed_callbacks}
+        return {"shown": summarize(result), "failure": str(error), **called}
     raise AssertionError("it should have failed")
 
 
 def control_run(storage: str) -> dict[str, Any]:
     """Resume the run in the background: look at it, reshard it, get a refusal, stop it."""
     observed: dict[str, Any] = {}
-    with trainer(storage, "mine", 2, steps=ENDLESS, layout="dp=2").start() as run:
+    seen = Seen()
+    endless = trainer(storage, "mine", 2, steps=ENDLESS, layout="dp=2", callbacks=[seen])
+    with endless.start() as run:
         wait_for(run, 10)
         observed["reshard"] = run.reshard("fsdp=2")
         try:
@@ -84,6 +110,7 @@ def control_run(storage: str) -> dict[str, Any]:
         observed["representation"] = repr(run)
         observed["stopped"] = summarize(run.stop())
         observed["events"] = run.events["kind"].tolist()
+        observed["called"] = seen.calls
     return observed
 
 
