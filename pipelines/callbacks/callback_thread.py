@@ -91,8 +91,7 @@ class CallbackThread:
                 return
             if not is_noted and call and now - began > NOTE_AFTER_S:
                 is_noted = True
-                text = f"waiting for callbacks ({call}); Ctrl-C ends the command without them"
-                print(f"elastic: {text}", file=sys.stderr)
+                print_line(f"waiting for callbacks ({call}); Ctrl-C twice ends without them")
 
     def abandon(self) -> None:
         """Call nothing after the present call."""
@@ -161,7 +160,7 @@ class CallbackThread:
         try:
             self.folder.files.write(file, text.encode("utf-8", "backslashreplace"))
         except OSError:
-            print(text, file=sys.stderr)
+            print_line(f"callback {named.name}.{call.method}:\n{text}")
             where = "above"
         self._fail(
             f"callback {named.name}.{call.method} raised {describe(error)}{at} and is not called "
@@ -170,8 +169,12 @@ class CallbackThread:
 
     def _fail(self, line: str) -> None:
         self.failures.append(line)
-        with suppress(OSError, ValueError):  # the terminal is gone
-            print(f"elastic: {line}", file=sys.stderr)
+        print_line(line)
+
+
+def print_line(text: str) -> None:
+    with suppress(OSError, ValueError):  # the terminal is gone
+        print(f"elastic: {text}", file=sys.stderr)
 
 
 @contextmanager

@@ -136,3 +136,5 @@ def test_tune_runs_two_trials_on_one_cluster(tmp_path: Path) -> None:
         [stopped] = [x for x in read_lines(run / "journal.jsonl") if x.get("command") == "Stopped"]
         assert stopped["outcome"] == "interrupted" and stopped["step"] >= 6
         assert any((run / "checkpoints").glob(f"step-{stopped['step']:08d}-*/manifest.json"))
+        called = json.loads((tmp_path / f"{run.name}.steps").read_text())
+        assert called == list(range(1, stopped["step"] + 1)), "each trial has its own callback"

@@ -9,6 +9,7 @@ import json
 import signal
 import sys
 import time
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -45,6 +46,23 @@ class Seen(Callback):
 
     def on_end(self, result) -> None:
         self.calls.append(f"end {result.outcome}")
+
+
+class WritesItsRun(Callback):
+    """Writes the steps of each run to a file of its name."""
+
+    def __init__(self, folder: str) -> None:
+        self.folder = folder
+        self.steps: list[int] = []
+
+    def on_start(self, run) -> None:
+        self.file = Path(self.folder) / f"{run.name}.steps"
+
+    def on_step(self, step) -> None:
+        self.steps.append(step.number)
+
+    def on_end(self, result) -> None:
+        self.file.write_text(json.dumps(self.steps))
 
 
 class RaisesAtStep3(Callback):
@@ -123,7 +141,9 @@ def wait_for(run: Any, step: int) -> None:
 
 def run_trials(storage: str) -> dict[str, Any]:
     """Run two trials at once; Tune ends each long before its last step."""
-    trainable = trainer(storage, "unused", 1, steps=ENDLESS).as_trainable(report_every=2)
+    callbacks = [WritesItsRun(storage)]
+    unused = trainer(storage, "unused", 1, steps=ENDLESS, callbacks=callbacks)
+    trainable = unused.as_trainable(report_every=2)
     grid = tune.Tuner(
         trainable,
         param_space={"optimizer.lr": tune.grid_search([1e-3, 1e-2])},
