@@ -126,12 +126,12 @@ def _train(plan: RunPlan, console: Console, interrupts: Interrupts) -> int:
         finally:
             follower.finish(LAST_LINES_S)
         calls.outcome = ended.outcome
-    display.update(time.time(), *follower.take(), trouble=follower.trouble)
-    console.print(display.summary(time.time()), highlight=False, soft_wrap=True)
+        display.update(time.time(), *follower.take(), trouble=follower.trouble)
+        console.print(display.summary(time.time()), highlight=False, soft_wrap=True)
+        for observer in plan.run.observers:
+            if undelivered := observer.make().finish(OBSERVER_PATIENCE_S):
+                print(f"elastic: {undelivered}", file=sys.stderr)
     print_failures(calls)
-    for observer in plan.run.observers:
-        if undelivered := observer.make().finish(OBSERVER_PATIENCE_S):
-            print(f"elastic: {undelivered}", file=sys.stderr)
     if ended.error is not None and ended.outcome.outcome not in ("completed", "interrupted"):
         if not isinstance(ended.error, Exception):  # e.g. SystemExit, which would end silently
             message = f"the training code raised {type(ended.error).__name__}: {ended.error}"
