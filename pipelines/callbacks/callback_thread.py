@@ -188,13 +188,12 @@ def called_back(
     """
     calls = CallbackThread(folder, callbacks, recipe)
     try:
-        yield calls
-    except Exception as error:
-        calls.finish(Stopped("failed", 0, f"{type(error).__name__}: {error}"))
-        raise
-    except BaseException:
+        try:
+            yield calls
+        except Exception as error:
+            calls.finish(Stopped("failed", 0, f"{type(error).__name__}: {error}"))
+            raise
+        if calls.outcome is not None:
+            calls.finish(calls.outcome)
+    finally:  # the user may interrupt the run, or the wait for its last calls
         calls.abandon()
-        raise
-    assert calls.outcome is not None or not callbacks
-    if calls.outcome is not None:
-        calls.finish(calls.outcome)
