@@ -1,9 +1,9 @@
 """User errors: each is reported in one line and ends the command with exit code 2."""
 
-from actors.storage.errors import UnsuitableMachine
+from actors.storage.errors import ProgramRefused, UnsuitableMachine
 
 
-class UserError(Exception):
+class UserError(ProgramRefused):
     """A mistake in what the user gave; the message says what is wrong, where, and how to fix it."""
 
 

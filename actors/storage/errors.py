@@ -42,6 +42,10 @@ class UnhealthyMachine(UnsuitableMachine):
     """A check of this machine failed before its worker joined."""
 
 
+class ProgramRefused(Exception):
+    """The user's program breaks a rule of the run; the message is one line about the mistake."""
+
+
 class ControllerLost(RuntimeError):
     """The controller process is gone for good: the run stops until it is resumed."""
 

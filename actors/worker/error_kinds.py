@@ -13,7 +13,13 @@ from traceback import walk_tb
 import torch
 import torch.distributed as dist
 
-from actors.storage.errors import BrokenDevice, StepMismatch, UnhealthyMachine, UnsuitableMachine
+from actors.storage.errors import (
+    BrokenDevice,
+    ProgramRefused,
+    StepMismatch,
+    UnhealthyMachine,
+    UnsuitableMachine,
+)
 from elastic.protocol.votes import BrokenVote
 
 MEMORY = re.compile(
@@ -39,8 +45,8 @@ WANTED = re.compile(r"(?:[Tt]ried|[Uu]nable) to allocate ([\d.]+) ([Bb]ytes|[KMG
 
 
 def kind_of(error: BaseException) -> str:
-    """The kind of the failure: `holding`, `machine`, `health`, `memory`, `device`, `peer` or
-    `program`; see `WorkerRaised`."""
+    """The kind of the failure: `holding`, `machine`, `health`, `mistake`, `memory`, `device`,
+    `peer` or `program`; see `WorkerRaised`."""
     text = _text_of(error)
     if isinstance(error, StepMismatch):
         return "holding"
@@ -48,6 +54,8 @@ def kind_of(error: BaseException) -> str:
         return "health"
     if isinstance(error, UnsuitableMachine):
         return "machine"
+    if isinstance(error, ProgramRefused):
+        return "mistake"
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or MEMORY.search(text):
         return "memory"
     if MISTAKE.search(text):

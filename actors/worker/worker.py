@@ -333,6 +333,8 @@ class Worker:
         if kind in ("machine", "health"):
             message = f"node {self._place.node} ({socket.gethostname()}): {error}"
             text = ""  # not a bug: no traceback
+        if kind == "mistake":
+            message, text = " ".join(_printable(str(error)).split()), ""
         held_bytes = peak_bytes() if kind == "memory" else 0
         wanted_bytes = wanted_of(error) if kind == "memory" else 0
         self._report(

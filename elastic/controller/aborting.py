@@ -82,7 +82,8 @@ def abort(
 def on_raised(state: ControllerState, now: float, event: WorkerRaised) -> list[Command]:
     """React to an exception by its kind: a dead peer, a broken device, too little memory, an unfit
     machine, a worker that holds another step than expected, or a bug in the program."""
-    failure = Ending("failed", _reason(state, event), event.traceback)
+    outcome = "user_error" if event.kind == "mistake" else "failed"
+    failure = Ending(outcome, _reason(state, event), event.traceback)
     if event.worker not in state.membership.records:
         return []
     if event.kind == "device":
@@ -107,7 +108,7 @@ def on_raised(state: ControllerState, now: float, event: WorkerRaised) -> list[C
         return stop(state, f"the last checkpoint could not be written: {failure.reason}")
     if isinstance(state.phase, Breakable):
         commands += abort(state, now, failure.reason)
-    if event.kind in ("memory", "program") and isinstance(state.phase, Aborting):
+    if event.kind in ("memory", "mistake", "program") and isinstance(state.phase, Aborting):
         _note_cause(state.phase, failure)
     return commands
 
@@ -164,6 +165,8 @@ def on_damaged(state: ControllerState, now: float, event: CheckpointDamaged) -> 
 
 def _reason(state: ControllerState, event: WorkerRaised) -> str:
     """The text of an exception. For out of memory, it adds the bytes and a layout that fits."""
+    if event.kind == "mistake":
+        return event.message  # the same on each worker
     reason = f"{event.worker}: {event.message}"
     if event.kind != "memory":
         return reason

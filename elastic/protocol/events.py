@@ -286,9 +286,9 @@ class WorkerRaised:
 
     `kind` is `peer` (a collective failed: a peer may be gone), `device`, `memory`, `machine` (the
     machine lacks something, such as a route to the data), `health` (the machine failed a check on
-    `node`), `holding` (the worker's holding is not of the plan's step) or `program` (the user's
-    code). For `memory`, `held_bytes` is the worker's peak and `wanted_bytes` the size of the failed
-    allocation, if reported.
+    `node`), `holding` (the worker's holding is not of the plan's step), `mistake` (of the user's
+    code, explained by the message) or `program` (the user's code). For `memory`, `held_bytes` is
+    the worker's peak and `wanted_bytes` the size of the failed allocation, if reported.
     """
 
     worker: str

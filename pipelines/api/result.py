@@ -36,7 +36,8 @@ def in_terms_of_python() -> Iterator[None]:
     try:
         yield
     except UserError as error:
-        raise type(error)(renamed(str(error))) from None
+        error.args = (renamed(error.args[0]), *error.args[1:])
+        raise error.with_traceback(None) from None
     except ControllerLost as error:
         raise TrainingFailedError(
             f"the controller died ({error}); use the same RunConfig(name) to resume the run"

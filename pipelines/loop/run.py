@@ -25,6 +25,7 @@ from pipelines.loop.prepared.kept_objects import KeptObjects
 from pipelines.loop.prepared.loss_scaler import LossScaler
 from pipelines.loop.prepared.model import prepare_model
 from pipelines.loop.prepared.optimizer_factory import ScriptOptimizerFactory
+from pipelines.loop.prepared.refusals import refuse_distributed
 from pipelines.loop.prepared.script_moment import Moment
 from pipelines.loop.prepared.wrappers import (
     PreparedLoader,
@@ -151,8 +152,8 @@ class Run:
         self, counts: StepCounts, max_grad_norm: float | None, script: FrameType | None
     ) -> Declaration:
         for name, count in vars(counts).items():
-            if count < 1:
-                raise LoopMisused(f"run.steps: {name}={count} must be at least 1")
+            if not isinstance(count, int) or count < 1:
+                raise LoopMisused(f"run.steps: {name}={count} must be a whole number from 1 on")
         models, optimizers, source = self._models.declared, self._optimizers, self._source
         if not models or not optimizers or source is None:
             kinds = {"model": models or None, "optimizer": optimizers or None, "loader": source}
@@ -197,6 +198,7 @@ class Run:
             self._factory.values.take(optimizer)
 
     def _prepared(self, item: Any) -> Any:
+        refuse_distributed(item)
         match item:
             case nn.Module():
                 return prepare_model(item, self._models)

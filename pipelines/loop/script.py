@@ -16,10 +16,12 @@ from actors.runtime.program import Evaluation
 from pipelines.loop.declaration import Declaration, NotDeclared
 from pipelines.loop.prepared.called_module import CalledModels
 from pipelines.loop.prepared.errors import LoopMisused
+from pipelines.loop.prepared.refusals import refuse_unkeepable
 from pipelines.loop.run import Run
 from pipelines.loop.step import Step
 from pipelines.settings import CustomModelSettings, TrainSettings
 from pipelines.settings.recipe import Recipe
+from pipelines.settings.user_code import described
 from pipelines.training.custom.custom_module import seeded
 
 DTYPES: dict[torch.dtype, Literal["float64"]] = {torch.float64: "float64"}
@@ -63,10 +65,8 @@ def script_of(function: Callable[[Run], None]) -> Script:
             function(Run(_declare, CalledModels(), lambda: Evaluation(None)))
     except _Declared as declared:
         return Script(function, settings_of(declared.declaration))
-    raise NotDeclared(
-        f"{getattr(function, '__name__', function)}: ended without a step; loop over "
-        "run.steps(num_steps)"
-    )
+    what = described(function)
+    raise NotDeclared(f"{what}: ended without a step; loop over run.steps(num_steps)")
 
 
 def settings_of(declaration: Declaration) -> TrainSettings:
@@ -102,6 +102,9 @@ def recipe_of(declaration: Declaration, settings: TrainSettings) -> Recipe:
 
 
 def _declare(declaration: Declaration) -> Iterator[Step]:
+    refuse_unkeepable(
+        declaration.optimizer_factory, declaration.model, declaration.counts.num_steps
+    )
     raise _Declared(declaration)
 
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.prepared.script_moment import ScriptMoment
 from pipelines.loop.reports import Reported
+from pipelines.settings.user_code import place_of
 from pipelines.training.workload.workload import LossSums, at_least_float32
 
 
@@ -157,8 +158,7 @@ class Step:
                 "call `step.backward` once for each of `step.batches()`, with the sum of the "
                 "losses; for several updates from the same batch see updates_per_batch of run.steps"
             )
-        if loss.numel() != 1:
-            raise self._misused(f"a loss of shape {tuple(loss.shape)}: pass its mean, one number")
+        self._check_loss(loss)
         weight = microbatch.num_samples if weight is None else weight
         count = torch.as_tensor(weight if microbatch.num_samples else 0, device=loss.device)
         count = count.detach().reshape(())
@@ -170,6 +170,19 @@ class Step:
             self.note(error)
             raise
         self._sums.append(LossSums(total.detach(), count))
+
+    def _check_loss(self, loss: Any) -> None:
+        if not isinstance(loss, Tensor):
+            raise self._misused(
+                f"`step.backward(loss)` got {type(loss).__name__}: pass the loss itself, a tensor"
+            )
+        if loss.numel() != 1:
+            raise self._misused(f"a loss of shape {tuple(loss.shape)}: pass its mean, one number")
+        if not loss.requires_grad:
+            raise self._misused(
+                "a loss without a gradient: compute it with the prepared model, outside "
+                "torch.no_grad() and without detach()"
+            )
 
     def report(self, **values: Any) -> None:
         """Log numbers with this step, in the metrics, MLflow, the display and the result.
@@ -208,6 +221,7 @@ class Step:
             "over workers (fsdp with zero=3): call the whole model, or train with --layout dp, or "
             "zero=2"
         )
+        explained.place = place_of(error)
         return explained.with_traceback(error.__traceback__)
 
     def _finish(self) -> None:
@@ -219,7 +233,10 @@ class Step:
 
     def _unread(self) -> str | None:
         if self._open is not None:
-            return "a microbatch got no `step.backward(loss)`; call it once for each"
+            return (
+                "a microbatch got no `step.backward(loss)`: call it once for each, in place of "
+                "loss.backward()"
+            )
         expected = self._entered().num_microbatches
         missing = expected - len(self._sums)
         if missing:
@@ -237,7 +254,8 @@ class Step:
     def _check_closed(self) -> None:
         if self._open is not None:
             raise self._misused(
-                "a microbatch got no `step.backward(loss)` before the next; call it once for each"
+                "a microbatch got no `step.backward(loss)` before the next: call it once for each, "
+                "in place of loss.backward()"
             )
 
     def _misused(self, how: str) -> LoopMisused:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import atexit
 import dis
 import threading
 from collections.abc import Callable, Iterator
@@ -9,13 +10,16 @@ from dataclasses import dataclass
 from enum import Enum
 from inspect import currentframe
 from queue import Empty, SimpleQueue
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any
+from weakref import WeakSet
 
 from actors.runtime.machine import flush_denormals
 from actors.runtime.substitute_thread import substituted_by
 from pipelines.loop.declaration import Declaration, NotDeclared
+from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.step import Engine, Step
+from pipelines.settings.user_code import place_of
 from pipelines.training.workload.workload import LossSums
 
 
@@ -73,9 +77,13 @@ class Proceed:
 
 Turn = Begin | Committed | Compute | Answer | Proceed | None
 """None: the thread is abandoned."""
+Place = tuple[CodeType, int]
+"""The offset of an instruction."""
 Outcome = Declaration | Arrived | Request | list[LossSums] | BaseException
 
 
+UNWINDING_S = 5.0
+"""How long an exiting process waits for an abandoned function, which may have much to clean up."""
 SUSPENDED = {"YIELD_VALUE", "RESUME"}
 """The instructions at which a generator waits."""
 DROPPING = {"POP_TOP", "POP_ITER", "END_FOR", "FOR_ITER"}
@@ -147,6 +155,8 @@ class LoopThread:
     def abandon(self) -> None:
         """Stop waiting for the function; it ends when it next waits."""
         self._turns.put(None)
+        if not self.is_running:
+            _unwinding.add(self._thread)
 
     def request(self, request: Request) -> Any:
         """Called by the script between two steps: what all workers then provide together."""
@@ -168,16 +178,23 @@ class LoopThread:
 
     def steps(self, declaration: Declaration) -> Iterator[Step]:
         """The function's steps, until the thread is abandoned or the script stops the run."""
+        if self._step is not None:
+            raise LoopMisused(
+                "run.steps: a second loop: a run has one, over the steps of all epochs; step.epoch "
+                "counts them"
+            )
         self._outcomes.put(declaration)
         state, at = declaration.optimizer_factory.state, declaration.called.at
         turn = self._turn()
         assert isinstance(turn, Begin)
         self._next = turn.step
         state.restore()
+        loops: set[Place] = set()
         try:
             while (step := self._next) is not None:
                 self._step = step
                 step.on_enter, step.on_finish = self._enter, self._finish
+                loops.update(_places(currentframe()))
                 yield step
                 step.ensure_finished()
                 if not step.committed:
@@ -189,7 +206,7 @@ class LoopThread:
                 if at.is_stopped:
                     break
         except GeneratorExit:
-            if not _leaves_by_itself(currentframe()):
+            if not _leaves_by_itself(currentframe(), loops):
                 raise  # by an exception, which is reported when it arrives
             if self._step is not None and self._step.committed:
                 state.keep()
@@ -249,23 +266,49 @@ def _report(carried: list[str], is_first_worker: bool) -> None:
         )
 
 
+_unwinding: WeakSet[threading.Thread] = WeakSet()
+"""Threads of abandoned functions that waited, so that they end soon."""
+
+
+@atexit.register
+def _await_unwinding() -> None:
+    """A thread that frees tensors while the interpreter exits would abort the process."""
+    for thread in [*_unwinding]:
+        if thread.is_alive():
+            thread.join(UNWINDING_S)
+
+
 def _as_failure(error: BaseException) -> BaseException:
     """The exception as a failure of the run: the user's code may not exit the worker process."""
     if isinstance(error, Exception):
         return error
+    if isinstance(error, SystemExit):
+        mistake = LoopMisused(
+            f"sys.exit({error.code!r}) in the loop: end the run with `break` or run.stop(), or "
+            "raise an exception"
+        )
+        mistake.place = place_of(error)
+        return mistake.with_traceback(error.__traceback__)
     failure = RuntimeError(f"the loop ended by {type(error).__name__}: {error}")
     return failure.with_traceback(error.__traceback__)
 
 
-def _leaves_by_itself(frame: FrameType | None) -> bool:
+def _leaves_by_itself(frame: FrameType | None, loops: set[Place]) -> bool:
     """Whether the code that closes a generator leaves its loop by `break` or `return`.
 
     Then it is at the instruction that drops the generator, and otherwise at one that has raised.
-    Generators around this one, such as tqdm's, are closed with it at their `yield`.
+    Generators around this one, such as tqdm's, are closed with it at their `yield`. `loops` are the
+    places from which the generator was advanced: the iterator of another loop may have raised.
     """
-    while (frame := frame.f_back if frame else None) is not None:
-        names = {i.offset: i.opname for i in dis.get_instructions(frame.f_code)}
-        name = names.get(frame.f_lasti, "")
+    for code, offset in _places(frame):
+        names = {i.offset: i.opname for i in dis.get_instructions(code)}
+        name = names.get(offset, "")
         if name not in SUSPENDED:
-            return name in DROPPING
+            return name in DROPPING and (name != "FOR_ITER" or (code, offset) in loops)
     return False
+
+
+def _places(frame: FrameType | None) -> Iterator[Place]:
+    """Where the callers of a frame are."""
+    while (frame := frame.f_back if frame else None) is not None:
+        yield frame.f_code, frame.f_lasti

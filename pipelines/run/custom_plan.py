@@ -8,12 +8,15 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
+from actors.ray_backend.cluster.connection import will_be_private
 from pipelines.errors import UserError
 from pipelines.loop.script import Script
+from pipelines.loop.trial import try_body
 from pipelines.run.program import TrainingProgram
 from pipelines.settings import TrainSettings
 from pipelines.settings.overrides import Given
 from pipelines.settings.recipe import Recipe
+from pipelines.training.custom.custom_workload import CustomWorkload
 from pipelines.training.custom.optimizer_checks import refuse_unfit
 from pipelines.training.workload.state import build_on_meta, optimizer_factory_of, trained_dims
 from pipelines.training.workload.workload import Workload
@@ -34,8 +37,10 @@ def refuse_brought(changes: Sequence[str | Given]) -> None:
             raise UserError(f"{key}: the recipe defines its own {part}; change it there")
 
 
-def refuse_unfit_recipe(workload: Workload, settings: TrainSettings) -> None:
-    """Raises `UserError` for a recipe that is known to fail in training."""
+def refuse_unfit_recipe(program: TrainingProgram, tries_body: bool = False) -> None:
+    """Raises `UserError` for a recipe that is known to fail in training, which the body of a
+    script's step may show."""
+    workload, settings = program.workload, program.settings
     if settings.eval_every and not workload.num_held_out:
         raise UserError(
             f"eval_every={settings.eval_every}: the recipe has no held_out data; add some, or use "
@@ -61,6 +66,10 @@ def refuse_unfit_recipe(workload: Workload, settings: TrainSettings) -> None:
             )
     workload.blocks(module)
     refuse_unfit(optimizer_factory_of(workload, settings), trained_dims(module))
+    # The machines of a cluster may have GPUs, without which the body may not run.
+    tries_body = tries_body and (settings.accelerator == "cpu" or will_be_private())
+    if tries_body and program.loop is not None and isinstance(workload, CustomWorkload):
+        try_body(program.loop, workload)
 
 
 def notes_on(workload: Workload, settings: TrainSettings) -> tuple[str, ...]:

@@ -356,6 +356,8 @@ def _print_ending(progress: DriverReport, plan: RunPlan) -> None:
     if progress.is_head_gone and outcome.outcome == "interrupted":
         saved = f"{_saved(plan)} in {plan.folder.url}: repeat the command to resume it"
         print(f"elastic: {outcome.reason}; {saved}", file=sys.stderr)
+    elif outcome.outcome == "user_error":
+        print(f"elastic: {outcome.reason}", file=sys.stderr)
     elif outcome.outcome != "completed":
         print(f"elastic: {outcome.outcome}: {outcome.reason}", file=sys.stderr)
     for line in progress.undelivered:

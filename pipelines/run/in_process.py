@@ -38,7 +38,9 @@ def train_in_process(request: TrainRequest, console: Console) -> int:
     printed. Raises `UserError`.
     """
     _refuse_other_processes(request)
-    plan = make_plan(replace(request, workers="1"), torch.cuda.device_count())
+    # Its first step runs here anyway, where a debugger sees it.
+    request = replace(request, workers="1", tries_script=False)
+    plan = make_plan(request, torch.cuda.device_count())
     if plan.run.draining_workers:
         raise UserError(
             "--in-process has one worker, which cannot be removed: drop `remove` from --inject"

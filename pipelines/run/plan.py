@@ -101,6 +101,8 @@ class TrainRequest:
     arguments: Mapping[str, Any] = field(default_factory=dict)
     """Arguments of the recipe's function, by name."""
     callbacks: tuple[CallbackLike, ...] = ()
+    tries_script: bool = True
+    """Whether to run the body of a custom training loop once before the run."""
 
     def refuse_unreadable(self) -> None:
         """Raises `UserError` for options that are empty or not valid text; `--data` may be
@@ -152,7 +154,7 @@ def make_plan(request: TrainRequest, num_gpus: int) -> RunPlan:
     with named if custom is not None else nullcontext():
         program = TrainingProgram(**{**factory.kwargs, "device": "cpu"})
         if custom is not None:
-            refuse_unfit_recipe(program.workload, settings)
+            refuse_unfit_recipe(program, request.tries_script and not num_gpus)
         job = job_of(settings, program)
         _refuse_impossible_layout(policy, target_layout, job)
         recipe = _recipe(request, policy, factory, program)

@@ -7,7 +7,15 @@ from collections.abc import Callable, Mapping
 from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
-from inspect import isfunction, signature
+from inspect import (
+    Parameter,
+    isasyncgenfunction,
+    isclass,
+    iscoroutinefunction,
+    isfunction,
+    isgeneratorfunction,
+    signature,
+)
 from types import MappingProxyType, ModuleType
 from typing import Any
 
@@ -27,7 +35,7 @@ from pipelines.settings import (
 from pipelines.settings.overrides import similar_names
 from pipelines.settings.recipe import Recipe
 from pipelines.settings.script_file import ScriptFile, module_at
-from pipelines.settings.user_code import user_code_errors
+from pipelines.settings.user_code import described, user_code_errors
 
 RecipeLike = str | TrainSettings | Recipe | Callable[..., Any]
 """A recipe, or a name or function that gives one; see `load`."""
@@ -109,6 +117,7 @@ def load(
     if callable(value):
         is_named = isinstance(recipe, str)
         with user_code_errors(f"recipe {recipe}") if is_named else nullcontext():
+            _refuse_other_kind(recipe, value)
             if is_script(value):
                 return script_of(value)
             _refuse_missing_arguments(recipe, value)
@@ -116,9 +125,10 @@ def load(
     if isinstance(value, Recipe):
         return with_custom_model(value)
     if not isinstance(value, TrainSettings):
+        advice = "; a custom training loop has one parameter, the run" if value is None else ""
         raise UserError(
             f"recipe {name_of(recipe)}: {verb} {type(value).__name__}, not TrainSettings or a "
-            "Recipe"
+            f"Recipe{advice}"
         )
     return value
 
@@ -137,19 +147,38 @@ def load_shipped(file: ScriptFile, settings: TrainSettings) -> Recipe | Script:
     return loaded
 
 
+def _refuse_other_kind(recipe: RecipeLike, value: Any) -> None:
+    """Raises `UserError` for what is called, but does not run as a recipe or a loop does."""
+    kind = "a class" if isclass(value) else None
+    kind = "an async function" if iscoroutinefunction(value) else kind
+    if isgeneratorfunction(value) or isasyncgenfunction(value):
+        kind = "a generator, since it has `yield`"
+    if kind is not None:
+        raise UserError(
+            f"recipe {name_of(recipe)}: {described(value)} is {kind}: give a plain function"
+        )
+
+
 def _refuse_missing_arguments(recipe: RecipeLike, function: Callable[..., Any]) -> None:
     """Raises `UserError` for a function with required arguments that are not given."""
     try:
         parameters = signature(function)
     except (TypeError, ValueError):
         return
-    try:
-        parameters.bind()
-    except TypeError as error:
-        raise UserError(
-            f"recipe {name_of(recipe)}{parameters}: {error}; give it a default, or pass it with "
-            "ElasticTrainer(recipe_config=...)"
-        ) from None
+    missing = [
+        name
+        for name, parameter in parameters.parameters.items()
+        if parameter.default is Parameter.empty
+        and parameter.kind not in (Parameter.VAR_POSITIONAL, Parameter.VAR_KEYWORD)
+    ]
+    if not missing:
+        return
+    others = ", ".join(missing[1:])
+    raise UserError(
+        f"recipe {name_of(recipe)}{parameters}: only the first argument can be filled, with the "
+        f"run of a custom training loop: give {others} a default, or a value in "
+        f"ElasticTrainer(recipe_config=...)"
+    )
 
 
 def _with_arguments(recipe: RecipeLike, function: Any, arguments: Mapping[str, Any]) -> Any:
@@ -194,7 +223,12 @@ def _from_module(name: str, place: str, function: str) -> Callable[[], TrainSett
         raise UserError(f"recipe {name}: write path/to/file.py:function or module:function")
     module = module_at(f"recipe {name}", place)
     recipe = getattr(module, function, None)
-    if not callable(recipe):
+    if recipe is not None and not callable(recipe):
+        raise UserError(
+            f"recipe {name}: '{function}' is {type(recipe).__name__}, not a function; name a "
+            "function that returns it"
+        )
+    if recipe is None:
         names = [key for key, value in vars(module).items() if _is_defined_in(module, value)]
         raise UserError(
             f"recipe {name}: {place} has no function '{function}'; {similar_names(function, names)}"

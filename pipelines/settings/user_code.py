@@ -2,17 +2,36 @@
 
 from __future__ import annotations
 
+import re
 import sysconfig
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from inspect import currentframe
 from pathlib import Path
 
 from pipelines.errors import UserCodeFailed, UserError
 
 MAX_MESSAGE = 300
+ADVICE = {
+    r"Default process group has not been init|variable RANK expected|process group twice": (
+        "a run forms its process groups itself: drop torch.distributed, DistributedDataParallel "
+        "and DistributedSampler from the script"
+    ),
+    r"KeyError: '(?:RANK|LOCAL_RANK|WORLD_SIZE|MASTER_ADDR)'": (
+        "the workers of a run change, so none has a rank: use step.is_first_worker"
+    ),
+    r"backward through the graph a second time": "step.backward(loss) replaces loss.backward()",
+    r"not compiled with CUDA|Cannot get CUDA generator|No CUDA GPUs|no NVIDIA driver": (
+        "the script runs on this machine, too, to plan the run: name no device, since the run "
+        "moves the model and its batches to that of each worker"
+    ),
+    r"ModuleNotFoundError": "install it, or put it beside the file",
+}
+"""How to fix what scripts often do, by the exception."""
 _PROJECT = Path(__file__).resolve().parents[2]
 _PACKAGES = tuple(f"{_PROJECT / package}/" for package in ("elastic", "actors", "pipelines"))
+_STARTERS = tuple(f"{_PROJECT / 'pipelines' / folder}/" for folder in ("api", "run"))
 _INSTALLED = tuple(
     f"{sysconfig.get_path(kind)}/" for kind in ("stdlib", "platstdlib", "purelib", "platlib")
 )
@@ -43,6 +62,32 @@ def user_code_errors(what: str, is_all_theirs: bool = False) -> Iterator[None]:
 def is_users(file: str) -> bool:
     """Whether a file is the user's: neither of this project nor of an installed package."""
     return not _is_in(file, _PACKAGES + _INSTALLED)
+
+
+def place_of_caller() -> str:
+    """The file and line of the user's code that has called this project, or empty if that is only
+    the program that has started the run."""
+    frame = currentframe()
+    while (frame := frame.f_back if frame else None) is not None:
+        file = frame.f_code.co_filename
+        if _is_in(file, _STARTERS):
+            return ""
+        if not file.startswith("<frozen ") and is_users(file):
+            return f"{file}, line {frame.f_lineno}: "
+    return ""
+
+
+def place_of(error: BaseException) -> str:
+    """The file and line of the user's code where an exception was raised, or empty."""
+    return _place(error, _frames_of_user(error))
+
+
+def described(function: object) -> str:
+    """A function's name, with the file and the line of its definition if they are known."""
+    function = getattr(function, "func", function)  # of a `partial`
+    name = getattr(function, "__name__", type(function).__name__)
+    code = getattr(function, "__code__", None)
+    return f"{code.co_filename}, line {code.co_firstlineno}: {name}" if code else name
 
 
 def printable(text: str) -> str:
@@ -80,4 +125,6 @@ def describe(error: BaseException) -> str:
         message = "".join(traceback.format_exception_only(error)).partition(": ")[2]
     message = " ".join(printable(message).split())
     shown = message if len(message) <= MAX_MESSAGE else message[:MAX_MESSAGE] + "..."
-    return f"{type(error).__name__}: {shown}" if shown else type(error).__name__
+    line = f"{type(error).__name__}: {shown}" if shown else type(error).__name__
+    advice = next((fix for text, fix in ADVICE.items() if re.search(text, line)), None)
+    return f"{line.partition('. ')[0].rstrip('.!')}: {advice}" if advice else line

@@ -15,7 +15,7 @@ run_leaving = partial(run_habit, module=leaving_scripts)
 
 
 def test_loop_that_only_some_workers_leave_is_refused(tmp_path: Path) -> None:
-    run = run_leaving(tmp_path, "leave_on_own_loss", num_deaths=0, outcome="failed")
+    run = run_leaving(tmp_path, "leave_on_own_loss", num_deaths=0, outcome="user_error")
     assert "some workers have left the loop and others not" in run.stopped.reason
     assert max(run.losses()) == leaving_scripts.STOP_STEP
 
@@ -58,7 +58,7 @@ def test_script_ends_the_run_and_runs_on_below_its_loop_on_one_worker(
 
 
 def test_mistake_between_two_steps_ends_the_run_with_its_traceback(tmp_path: Path) -> None:
-    run = run_leaving(tmp_path, "raise_between_steps", num_deaths=1, outcome="failed")
+    run = run_leaving(tmp_path, "raise_between_steps", num_deaths=1, outcome="user_error")
     assert "ValueError: a mistake between two steps" in run.stopped.reason
     assert 'raise ValueError("a mistake' in run.stopped.traceback
     assert max(run.losses()) == leaving_scripts.STOP_STEP

@@ -189,7 +189,7 @@ def test_take_raises_the_exception_of_the_script() -> None:
 
     with pytest.raises(KeyError, match="mine"):
         take(Loop(script, 0))
-    with pytest.raises(RuntimeError, match="SystemExit: 3"):
+    with pytest.raises(LoopMisused, match=r"test_loop\.py, line \d+: sys\.exit\(3\) in the loop"):
         take(Loop(exits, 0))
 
 

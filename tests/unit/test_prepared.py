@@ -22,7 +22,6 @@ from pipelines.loop.thread import Request
 SAMPLES = TensorDataset(torch.ones(4, 2))
 MODEL = nn.Linear(2, 1)
 
-
 OPTIMIZER = SGD(MODEL.parameters(), lr=0.1, momentum=0.9)
 
 
@@ -39,6 +38,8 @@ def scheduled_optimizer() -> SGD:
         ((DataLoader(each for each in [1.0]),), "or __iter__, which begins again each time"),
         ((DataLoader(SAMPLES, sampler=[2]),), "a list, whose order"),
         ((DataLoader(SAMPLES, batch_sampler=[[0, 2]]),), "a batch_sampler, whose order"),
+        ((DataLoader(TensorDataset(torch.ones(0))),), "dataset is empty"),
+        ((nn.DataParallel(MODEL),), "wrapped by DataParallel: pass the model itself"),
         ((MODEL,), "the optimizer and the loader"),
         ((MODEL, SGD(nn.Linear(1, 1).parameters()), make_loader()), "the model does not have"),
         ((MODEL, SGD([MODEL.bias]), make_loader()), "lacks parameter weight"),

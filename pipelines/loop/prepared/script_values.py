@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterator, Sequence
-from copy import copy
+from contextlib import suppress
+from copy import copy, deepcopy
+from itertools import repeat
 from typing import Any
 
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.prepared.loss_scaler import LossScaler
@@ -59,6 +62,27 @@ class ScriptValues:
             scheduler.load_state_dict(_replaced(scheduler.state_dict(), remaining))
         self.scaler.load(list(remaining))
         self._forget_step()
+
+    def try_schedulers(self, num_steps: int) -> None:
+        """Step each scheduler so often, and undo it. Raises `LoopMisused` for one with state that
+        the run cannot keep, and what its first step raises."""
+        for scheduler in self._schedulers:
+            groups = [*map(_hyperparameters, self._groups())]
+            state = deepcopy(scheduler.state_dict())
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", UserWarning)  # "scheduler before optimizer.step()"
+                _advance(scheduler, num_steps)
+            after = deepcopy(scheduler.state_dict())
+            scheduler.load_state_dict(state)
+            for group, before in zip(self._groups(), groups, strict=True):
+                group |= before
+            for key in {**state, **after}:
+                if not _alike(state.get(key), after.get(key)):
+                    raise LoopMisused(
+                        f"the scheduler {type(scheduler).__name__} changes {key} of its state, of "
+                        "which the run keeps numbers only, and as many as at first: compute the "
+                        "rate from last_epoch"
+                    )
 
     def take(self, optimizer: Optimizer) -> None:
         """Fix the hyperparameters that an optimizer has in the present step, unless they are."""
@@ -111,6 +135,25 @@ def _hyperparameters(group: dict[str, Any]) -> dict[str, Any]:
         for key, value in group.items()
         if key != PARAMETERS
     }
+
+
+def _advance(scheduler: LRScheduler, num_steps: int) -> None:
+    """Step a scheduler; it may end before, since the script may step it less often."""
+    arguments = (1.0,) if isinstance(scheduler, ReduceLROnPlateau) else ()
+    scheduler.step(*arguments)
+    with suppress(Exception):
+        for _ in range(num_steps - 1):
+            scheduler.step(*arguments)
+
+
+def _alike(before: Any, after: Any) -> bool:
+    """Whether two values differ in numbers only."""
+    if len([*_numbers_in(before)]) != len([*_numbers_in(after)]):
+        return False
+    try:
+        return bool(_replaced(before, repeat(0.0)) == _replaced(after, repeat(0.0)))
+    except (TypeError, ValueError, RuntimeError):  # values that compare element by element
+        return True
 
 
 def _numbers_in(value: Any) -> Iterator[float]:

@@ -28,8 +28,13 @@ class PreparedOptimizer:
         self.declared = declared
         self._take = take
 
-    def step(self) -> None:
+    def step(self, closure: object = None) -> None:
         """Fixes the hyperparameters of the present step; the run steps when it commits."""
+        if closure is not None:
+            raise LoopMisused(
+                "optimizer.step(closure): a run computes the loss once a step: compute it within "
+                "`with step:`, and call optimizer.step() without arguments"
+            )
         self._take()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
