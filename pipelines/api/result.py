@@ -17,6 +17,7 @@ from actors.storage.errors import ControllerLost
 from pipelines.api.tables import Tables
 from pipelines.errors import UserError
 from pipelines.observe.history.run_folder import RunFolder
+from pipelines.settings.user_code import short_traceback
 
 NAMES = {
     "workers": "ScalingConfig(num_workers)",
@@ -75,7 +76,8 @@ def ended(
     if outcome.outcome == "user_error":
         raise UserError(renamed(outcome.reason))
     if outcome.outcome == "failed":
-        raise TrainingFailedError("\n".join(part for part in (message, outcome.traceback) if part))
+        traceback = short_traceback(outcome.traceback)
+        raise TrainingFailedError("\n".join(part for part in (message, traceback) if part))
     result = result_of(folder)
     result.failed_callbacks = tuple(failed_callbacks)
     return result

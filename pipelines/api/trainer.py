@@ -105,11 +105,15 @@ class ElasticTrainer:
             plan = plan_on_this_machine(self._request)
             console = Console() if self._verbose else None
             interrupts = Interrupts()
-            try:
+
+            def joined() -> None:
+                interrupts.install()
                 if console:
                     print_location(plan, console)
+
+            try:
                 with called_back(plan.folder, plan.callbacks, plan.recipe) as calls:
-                    with started_run(plan, joined=interrupts.install) as drive_:
+                    with started_run(plan, joined=joined) as drive_:
                         calls.start()
                         progress = follow(plan, drive_, console, lambda: interrupts.forward(drive_))
                     calls.outcome = progress.outcome

@@ -44,11 +44,12 @@ from elastic.protocol.commands import Stopped
 from pipelines.callbacks.callback_thread import CallbackThread, called_back
 from pipelines.errors import UserError
 from pipelines.observe.history.follow import Follower
-from pipelines.observe.history.run_folder import named_storage
+from pipelines.observe.history.run_folder import RECIPE, named_storage
 from pipelines.observe.view.display import Display
 from pipelines.run.plan import RunPlan, TrainRequest, make_plan, store_recipe
 from pipelines.run.preflight import refuse_unstartable
 from pipelines.settings import TrainSettings
+from pipelines.settings.user_code import short_traceback
 
 LAST_LINES_S = 30.0
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
@@ -116,13 +117,15 @@ def drive(request: TrainRequest, console: Console) -> int:
     """Train as requested; return the exit code. Raises `UserError`."""
     plan = plan_on_this_machine(request)
     interrupts = Interrupts()
-    print_location(plan, console)
-    for note in plan.notes:
-        console.print(note, soft_wrap=True, highlight=False)
+
+    def joined() -> None:
+        interrupts.install()
+        print_location(plan, console)
+
     has_begun = False
     try:
         with called_back(plan.folder, plan.callbacks, plan.recipe) as calls:
-            with started_run(plan, request.detach, interrupts.install) as drive_:
+            with started_run(plan, request.detach, joined) as drive_:
                 has_begun = True
                 if request.detach:
                     return 0
@@ -172,12 +175,10 @@ def plan_on_this_machine(request: TrainRequest) -> RunPlan:
 
 
 def print_location(plan: RunPlan, console: Console) -> None:
-    """Print where the run's files and its tracking store are."""
-    console.print(
-        f"run {plan.folder.name}: {plan.folder.url}  ·  MLflow: {plan.tracking_uri}",
-        soft_wrap=True,
-        highlight=False,
-    )
+    """Print where the run's files and its tracking store are, and the plan's notes."""
+    place = f"run {plan.folder.name}: {plan.folder.url}  ·  MLflow: {plan.tracking_uri}"
+    for line in (place, *plan.notes):
+        console.print(line, soft_wrap=True, highlight=False)
 
 
 @contextmanager
@@ -221,9 +222,16 @@ def _begin(plan: RunPlan, run: RunSpec) -> Drive:
     except OSError as error:
         where = plan.folder.storage
         raise UserError(f"--storage {where}: cannot be read ({error})") from None
+    is_new = plan.folder.recipe() is None
     if not is_driven:
         store_recipe(plan)
-    drive_ = Drive(run)
+    try:
+        drive_ = Drive(run)
+    except RunRefused as error:
+        # Else a later run of this name would be refused for its other settings.
+        if is_new and not isinstance(error, RunTaken):
+            plan.folder.files.remove(RECIPE)
+        raise
     if is_driven:  # the previous driver has ended since
         store_recipe(plan)
     return drive_
@@ -352,7 +360,7 @@ def _print_ending(progress: DriverReport, plan: RunPlan) -> None:
     outcome = progress.outcome
     assert outcome is not None
     if outcome.traceback:
-        print(outcome.traceback, file=sys.stderr)
+        print(short_traceback(outcome.traceback), file=sys.stderr)
     if progress.is_head_gone and outcome.outcome == "interrupted":
         saved = f"{_saved(plan)} in {plan.folder.url}: repeat the command to resume it"
         print(f"elastic: {outcome.reason}; {saved}", file=sys.stderr)

@@ -9,13 +9,17 @@ from actors.distributed.torch_names import refuse_unknown_torch
 from actors.ray_backend.cluster.connection import own_node_address, will_be_head, will_be_private
 from actors.ray_backend.cluster.resources import NoSuchAccelerator, refuse_unknown
 from actors.runtime.network import ANYWHERE, Network, listen, listen_address
-from actors.runtime.pickling import first_unpicklable, why_unpicklable
+from actors.runtime.pickling import (
+    first_unpicklable,
+    unpicklable_variable,
+    why_unpicklable,
+)
 from actors.storage.errors import UnsuitableMachine
 from pipelines.errors import UserError
 from pipelines.loop.script import Script
 from pipelines.run.plan import RunPlan
 from pipelines.settings.recipe import Recipe
-from pipelines.settings.user_code import user_code_errors
+from pipelines.settings.user_code import described, user_code_errors
 
 
 def refuse_unstartable(plan: RunPlan, detach: bool = False) -> None:
@@ -69,6 +73,13 @@ def _refuse_unpicklable(plan: RunPlan) -> None:
     parts = {field.name: getattr(recipe, field.name) for field in fields(recipe)}
     name, why = first_unpicklable(parts) or ("recipe", why_unpicklable(recipe))
     kind = "recipe" if isinstance(recipe, Recipe) else "script"
+    if (variable := unpicklable_variable(parts.get(name))) is not None:
+        what, value = variable
+        raise UserError(
+            f"{described(parts[name])}: the {kind}'s {name} uses {what}, of type "
+            f"{type(value).__name__}, which cannot be pickled for the workers ({why}): create it "
+            "inside the function, or put the function into a file and give file.py:function"
+        )
     advice = (
         "create it inside the function"
         if isinstance(recipe, Script)

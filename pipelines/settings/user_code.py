@@ -13,6 +13,7 @@ from pathlib import Path
 from pipelines.errors import UserCodeFailed, UserError
 
 MAX_MESSAGE = 300
+TRACEBACK = "Traceback (most recent call last):"
 ADVICE = {
     r"Default process group has not been init|variable RANK expected|process group twice": (
         "a run forms its process groups itself: drop torch.distributed, DistributedDataParallel "
@@ -80,6 +81,19 @@ def place_of_caller() -> str:
 def place_of(error: BaseException) -> str:
     """The file and line of the user's code where an exception was raised, or empty."""
     return _place(error, _frames_of_user(error))
+
+
+def short_traceback(text: str) -> str:
+    """A printed traceback from the first frame of the user's code on, of each exception in it."""
+    return "".join(map(_from_users_frame, re.split(rf"(?m)(?=^{re.escape(TRACEBACK)})", text)))
+
+
+def _from_users_frame(part: str) -> str:
+    head, *frames = re.split(r'(?m)(?=^  File ")', part)
+    files = [frame.split('"')[1] for frame in frames]
+    is_theirs = [not file.startswith("<frozen ") and is_users(file) for file in files]
+    first = is_theirs.index(True) if any(is_theirs) else 0
+    return "".join([head, *frames[first:]])
 
 
 def described(function: object) -> str:

@@ -58,7 +58,7 @@ def test_script_ends_the_run_and_runs_on_below_its_loop_on_one_worker(
 
 
 def test_mistake_between_two_steps_ends_the_run_with_its_traceback(tmp_path: Path) -> None:
-    run = run_leaving(tmp_path, "raise_between_steps", num_deaths=1, outcome="user_error")
+    run = run_leaving(tmp_path, "raise_between_steps", num_deaths=1, outcome="failed")
     assert "ValueError: a mistake between two steps" in run.stopped.reason
     assert 'raise ValueError("a mistake' in run.stopped.traceback
     assert max(run.losses()) == leaving_scripts.STOP_STEP

@@ -190,5 +190,5 @@ def test_recipe_object_that_cannot_be_sent_is_refused(
         data=lambda: (lock, data)[1],
     )
     storage = RunConfig(storage_path=str(tmp_path))
-    with pytest.raises(UserError, match="recipe's data cannot be pickled"):
+    with pytest.raises(UserError, match="the recipe's data uses lock, of type lock, which"):
         ElasticTrainer(recipe, run_config=storage, verbose=0).fit()

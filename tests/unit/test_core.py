@@ -36,7 +36,7 @@ from elastic.protocol.events import (
     WorkerRaised,
     WorkerReady,
 )
-from elastic.protocol.phases import Forming, Pausing, Running
+from elastic.protocol.phases import Ending, Forming, Pausing, Running
 from elastic.protocol.votes import StepRecord, Vote
 from elastic.protocol.wire import command_line
 
@@ -143,6 +143,13 @@ def test_broken_device_at_the_start_stops_only_that_worker() -> None:
     broken = WorkerRaised("w0", 0, "device", "CUDA error: no such device")
     assert deliver(core, broken) == [StopWorker("w0", broken.message)]
     assert core.state.ending is None
+
+
+def test_mistake_of_the_program_at_the_start_ends_the_run_as_a_user_error() -> None:
+    core = open_run()
+    mistake = WorkerRaised("w0", 0, "mistake", "train.py, line 3: no step")
+    assert deliver(core, mistake)[0] == StopWorker("w0", mistake.message)
+    assert core.state.ending == Ending("user_error", mistake.message)
 
 
 def test_unfit_node_does_not_end_a_run_that_other_nodes_can_do() -> None:

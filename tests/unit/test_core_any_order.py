@@ -112,7 +112,7 @@ def draw_any_event(random: Random, core: Core) -> Event:
     step = state.committed_step + random.choice((-1, 0, 1, 1, 2))
     record, vote = make_step(step, generation, random.choice((0.0, 1.0, 1.0, 1.0, 9.0)))
     complete, torn = random.random() < 0.8, random.random() < 0.2
-    kind = random.choice(("peer", "device", "memory", "machine", "health", "program"))
+    kind = random.choice(("peer", "device", "memory", "machine", "health", "mistake", "program"))
     machine = MachineReport(
         random.choice((0.01, 0.2)), "kind", random.choice(("", "GPU-0", "GPU-1"))
     )

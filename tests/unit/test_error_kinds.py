@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 
 from actors.distributed.device_check import DeviceCheck, begin_device_check, kernel_on
-from actors.storage.errors import BrokenDevice, TornApply, UnsuitableMachine
+from actors.storage.errors import BrokenDevice, ProgramRefused, TornApply, UnsuitableMachine
 from actors.worker.error_kinds import kind_of
 from elastic.protocol.votes import BrokenVote
 
@@ -143,6 +143,7 @@ def test_device_that_hangs_fails_the_check_after_its_limit() -> None:
     [
         (FileNotFoundError(2, "No such file or directory", "train.txt"), "program"),
         (PermissionError(13, "Permission denied"), "program"),
+        (ProgramRefused("train.py, line 3: no step"), "mistake"),
         (ConnectionResetError(104, "Connection reset by peer"), "peer"),
         (TimeoutError("timed out"), "peer"),
     ],

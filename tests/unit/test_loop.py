@@ -265,10 +265,11 @@ loops = [Loop(script, 0) for _ in range(4)]
 """
 
 
-def test_process_with_waiting_loops_exits_cleanly() -> None:
+@pytest.mark.parametrize("end", ["", "del loops"])
+def test_process_with_waiting_or_abandoned_loops_exits_cleanly(end: str) -> None:
     """A thread that frees tensors while the interpreter exits would abort the process."""
     finished = subprocess.run(
-        [sys.executable, "-c", LOOPS_AT_EXIT],
+        [sys.executable, "-c", LOOPS_AT_EXIT + end],
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
@@ -329,6 +330,21 @@ def test_error_that_was_ignored_is_raised_at_the_next_use() -> None:
         take(loop)
     with pytest.raises(OSError, match="disk is full"):
         loop.await_arrival()
+
+
+def test_exception_of_an_inner_loop_does_not_count_as_leaving_the_steps() -> None:
+    """Its iterator raises at an instruction that may also drop the iterator of the steps."""
+
+    def script(run: Run) -> None:
+        declare(run)
+        for step in run.steps(3):
+            for _ in (1 / zero for zero in [0]):
+                pass
+            with step:
+                pass
+
+    with pytest.raises(ZeroDivisionError):
+        take(Loop(script, 0))
 
 
 def test_script_that_leaves_its_loop_before_its_first_step_is_refused() -> None:
