@@ -61,5 +61,5 @@ def test_break_keeps_what_the_last_step_has_changed(tmp_path: Path) -> None:
     ],
 )
 def test_state_that_cannot_be_shared_is_refused(name: str, reason: str, tmp_path: Path) -> None:
-    run = run_habit(tmp_path, name, 0, "failed", layout="dp=2", module=kept_scripts)
+    run = run_habit(tmp_path, name, 0, "user_error", layout="dp=2", module=kept_scripts)
     assert reason in run.stopped.reason

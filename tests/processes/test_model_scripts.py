@@ -59,5 +59,5 @@ def test_models_with_one_loss_are_evaluated_together(tmp_path: Path) -> None:
 def test_updates_that_would_differ_from_a_plain_loop_are_refused(
     name: str, reason: str, tmp_path: Path
 ) -> None:
-    run = run_habit(tmp_path, name, 0, "failed", layout="dp=2", module=model_scripts)
+    run = run_habit(tmp_path, name, 0, "user_error", layout="dp=2", module=model_scripts)
     assert reason in run.stopped.reason
