@@ -169,13 +169,12 @@ class Run:
             self._factory,
             source,
             counts,
-            CarriedState(script, self._known()),
+            CarriedState(script, self._known(), self._kept.objects),
             self._evaluation,
         )
 
     def _known(self) -> Iterator[Any]:
-        """The objects and tensors that are part of the run's state."""
-        yield from self._kept.objects
+        """The models, and their parts and tensors."""
         for model in self._models.declared:
             yield from model.modules()
             yield from model.parameters()

@@ -176,8 +176,7 @@ def test_variables_that_change_and_are_not_kept_are_named() -> None:
     metric.register_buffer("counts", torch.zeros(2))
     trainer, kept, losses, hidden = Trainer(), torch.zeros(2), [], torch.zeros(2)
     parameters, unchanged = list(model.parameters()), [torch.zeros(2)]
-    known = [model, *model.parameters(), kept]
-    carried = CarriedState(currentframe(), known)
+    carried = CarriedState(currentframe(), [model, *model.parameters()], [kept])
     assert carried.changed() == []
     with torch.no_grad():
         parameters[0] += 1
@@ -190,3 +189,13 @@ def test_variables_that_change_and_are_not_kept_are_named() -> None:
     assert carried.changed() == ["metric", "trainer.average", "hidden"]
     hidden += 1
     assert carried.changed() == [] and unchanged
+
+
+def test_variable_with_another_tensor_than_the_kept_one_is_refused() -> None:
+    mean = torch.zeros(2)
+    carried = CarriedState(currentframe(), [], [mean])
+    mean.mul_(0.9)
+    assert carried.changed() == []
+    mean = 0.9 * mean
+    with pytest.raises(LoopMisused, match="mean is another tensor now"):
+        carried.changed()

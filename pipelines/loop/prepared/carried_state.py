@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 from weakref import ref
@@ -10,6 +10,7 @@ from weakref import ref
 from torch import Tensor, nn
 
 from actors.distributed.torch_private import num_changes
+from pipelines.loop.prepared.errors import LoopMisused
 
 NUM_WATCHED_STEPS = 3
 """After these a script's variables are no longer looked at."""
@@ -25,9 +26,18 @@ class CarriedState:
     Variables of its function are watched, and attributes of objects of its own classes.
     """
 
-    def __init__(self, frame: FrameType | None, known: Iterable[Any]) -> None:
-        """`frame` is that of the script's function; known objects and tensors are not watched."""
-        self._known = {id(item) for item in known}
+    def __init__(
+        self, frame: FrameType | None, known: Iterable[Any], kept: Sequence[Any] = ()
+    ) -> None:
+        """`frame` is that of the script's function; known objects and tensors are not watched, and
+        `kept` are those of `run.keep`."""
+        self._known = {id(item) for item in (*known, *kept)}
+        self._frame = frame
+        self._kept_variables = {
+            name: value
+            for name, value in (frame.f_locals if frame else {}).items()
+            if isinstance(value, Tensor) and any(value is item for item in kept)
+        }
         self._watched = {
             name: (value, self._marks(value))
             for name, value in _variables(frame)
@@ -36,14 +46,26 @@ class CarriedState:
         self._num_steps = 0
 
     def changed(self) -> list[str]:
-        """The names of those that have changed since the step before; for the first steps only."""
+        """The names of those that have changed since the step before; for the first steps only.
+
+        Raises `LoopMisused` if a variable has another tensor than the one that is kept.
+        """
         self._num_steps += 1
+        self._refuse_rebound()
         names = [
             name for name, (value, old) in self._watched.items() if _differ(self._marks(value), old)
         ]
         if self._num_steps == NUM_WATCHED_STEPS or names:
-            self._watched = {}
+            self._watched, self._kept_variables, self._frame = {}, {}, None
         return names
+
+    def _refuse_rebound(self) -> None:
+        for name, kept in self._kept_variables.items():
+            if self._frame is not None and self._frame.f_locals.get(name) is not kept:
+                raise LoopMisused(
+                    f"run.keep: {name} is another tensor now, but the run keeps the first one: "
+                    f"change it in place, as in {name}.mul_(0.9).add_(...)"
+                )
 
     def _marks(self, value: Any) -> list[_Mark]:
         """Which tensors a value has, and how often each has been changed."""
