@@ -135,9 +135,7 @@ class Run:
         committed step. Code below the loop runs on the first worker.
         """
         counts = StepCounts(num_steps, microbatches, updates_per_batch)
-        frame = currentframe()
-        script = frame.f_back if frame else None
-        return self._begin(self._declared(counts, max_grad_norm, script))
+        return self._begin(self._declared(counts, max_grad_norm, _caller_of(currentframe())))
 
     def stop(self) -> None:
         """End the run with the present step, as completed. All workers must call it."""
@@ -219,6 +217,11 @@ class Run:
             f"run.prepare: cannot prepare {type(item).__name__}; pass a model, an optimizer, "
             "learning-rate schedulers, a GradScaler, and a DataLoader"
         )
+
+
+def _caller_of(frame: FrameType | None) -> FrameType | None:
+    """In a function of its own: a frame whose variable is the frame itself is freed late."""
+    return frame.f_back if frame else None
 
 
 def _refuse_second(known: Any, kind: str) -> None:
