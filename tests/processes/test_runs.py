@@ -265,7 +265,10 @@ def test_drained_worker_leaves_at_a_step_boundary(tmp_path: Path, undisturbed: O
 def test_node_that_ends_before_the_next_boundary_loses_its_workers_at_once(
     layout: str, tmp_path: Path, undisturbed: Outcome
 ) -> None:
-    """A worker that alone holds its shard sends it first; others are dropped. No step is lost."""
+    """A worker that alone holds its shard sends it first; others are dropped. No step is lost.
+
+    The steps are slow: else the run may have ended before a busy machine handles the notice.
+    """
     notice = (20, NodeDraining("node-w1", time.time(), "a notice"))
     run = run_in_processes(
         tmp_path,
@@ -273,6 +276,7 @@ def test_node_that_ends_before_the_next_boundary_loses_its_workers_at_once(
         3,
         layout=layout,
         due=(notice,),
+        faults=(Fault("slow", "w0", 1, factor=5.0),),
         node_of="node-{}".format,
     )
     assert_same_training(run, undisturbed)
