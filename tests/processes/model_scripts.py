@@ -245,3 +245,47 @@ def clips_by_hand(run: Run) -> None:
                 step.backward(critic_loss(generator, critic, real))
         for parameter in critic.parameters():
             parameter.data.clamp_(-0.1, 0.1)
+
+
+class Headed(nn.Module):
+    """Several of these share their body."""
+
+    def __init__(self, body: nn.Module, width: int) -> None:
+        super().__init__()
+        self.body, self.head = body, nn.Linear(6, width).double()
+
+    def forward(self, points: Tensor) -> Tensor:
+        return self.head(torch.tanh(self.body(points)))
+
+
+def build_sharing() -> tuple[nn.Module, nn.Module, Optimizer, DataLoader[Any]]:
+    *_, loader = build()
+    body = nn.Linear(4, 6).double()
+    actor, critic = Headed(body, 3), Headed(body, 1)
+    parameters = dict.fromkeys([*actor.parameters(), *critic.parameters()])
+    return actor, critic, Adam(parameters, lr=0.01), loader
+
+
+def sharing_loss(actor: nn.Module, critic: nn.Module, real: Tensor) -> Tensor:
+    return actor(real).square().mean() + (critic(real) - 1).square().mean()
+
+
+def sharing(run: Run) -> None:
+    """Actor and critic with a common body."""
+    actor, critic, optimizer, loader = build_sharing()
+    actor, critic, optimizer, loader = run.prepare(actor, critic, optimizer, loader)
+    for step in run.steps(NUM_STEPS, NUM_MICROBATCHES):
+        with step:
+            for number, [real] in enumerate(step.batches()):
+                if step.number in (8, 15) and number == 0:
+                    die_once(step, f"step {step.number}")
+                step.backward(sharing_loss(actor, critic, real))
+
+
+def plain_sharing() -> Iterator[float]:
+    actor, critic, optimizer, loader = build_sharing()
+    for step in range(1, NUM_STEPS + 1):
+        yield plain_step(
+            loader, step, step - 1, [optimizer], optimizer,
+            lambda real: sharing_loss(actor, critic, real),
+        )  # fmt: skip

@@ -35,6 +35,18 @@ def test_models_of_a_gan_are_stepped_in_turn_on_the_same_batch(
             torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("layout", ["dp=3", "dp=2,fsdp=2,zero=2"])
+def test_models_may_share_parts(layout: str, tmp_path: Path) -> None:
+    run = run_habit(tmp_path, "sharing", layout=layout, module=model_scripts)
+    losses = list(model_scripts.plain_sharing())
+    assert list(run.losses().values()) == pytest.approx(losses, rel=1e-9)
+
+
+def test_shared_parts_are_not_fully_sharded(tmp_path: Path) -> None:
+    run = run_habit(tmp_path, "sharing", 0, "user_error", "fsdp=2", module=model_scripts)
+    assert "several models have the parameter body.weight, which fsdp" in run.stopped.reason
+
+
 def test_models_with_one_loss_are_evaluated_together(tmp_path: Path) -> None:
     run = run_habit(tmp_path, "one_loss", module=model_scripts)
     losses, held_out = zip(*model_scripts.plain_one_loss(), strict=True)

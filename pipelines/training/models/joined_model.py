@@ -40,6 +40,17 @@ def prefix_of(number: int, num_models: int) -> str:
     return f"{number}." if num_models > 1 else ""
 
 
+def name_of_shared(module: nn.Module) -> str | None:
+    """The name of a parameter that several of the called modules have, if there is any."""
+    seen: set[nn.Parameter] = set()
+    for root in roots_of(module):
+        for name, parameter in root.named_parameters():
+            if parameter in seen:
+                return name
+        seen.update(root.parameters())
+    return None
+
+
 def roots_of(module: nn.Module) -> list[nn.Module]:
     """The modules that are called: the joined models, or the module itself."""
     return list(module.children()) if isinstance(module, JoinedModel) else [module]

@@ -18,9 +18,10 @@ from torch.distributed.fsdp import (
 
 from actors.distributed.torch_private import sum_unsharded_gradients
 from actors.runtime.program import Groups, Interrupt
+from pipelines.errors import UserError
 from pipelines.settings import TrainSettings
 from pipelines.training.models.experts import Experts
-from pipelines.training.models.joined_model import roots_of
+from pipelines.training.models.joined_model import name_of_shared, roots_of
 from pipelines.training.sharding.sharded import (
     as_distributed,
     assign,
@@ -131,6 +132,11 @@ class FullySharded:
     def _shard(
         self, module: nn.Module, workload: Workload, groups: Groups, settings: TrainSettings
     ) -> list[FSDPModule]:
+        if (shared := name_of_shared(module)) is not None:
+            raise UserError(
+                f"several models have the parameter {shared}, which fsdp with zero=3 cannot shard: "
+                "use --layout dp, or zero=2, as in fsdp=2,zero=2"
+            )
         sharded = partial(
             fully_shard, mp_policy=_precision(settings), offload_policy=self._offload_policy()
         )
