@@ -105,7 +105,7 @@ class LoopReplica(ShardedReplica):
 
     def prepare_gradients(self) -> None:
         script = self.loop.declaration.optimizer_factory
-        if script.num_optimizers > 1:
+        if not script.all_step:
             self.sharded.drop_gradients(lambda name: not script.is_stepped(name))
         if (used := self.loop.values.scaler.used) != 1.0:
             scale_tensors(list(self.state.gradients().values()), 1 / used)

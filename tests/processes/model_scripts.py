@@ -111,12 +111,18 @@ def plain_gan() -> Iterator[tuple[float, dict[str, Tensor]]]:
         yield loss, {**prefixed("g", generator), **prefixed("c", critic)}
 
 
+def prepared(run: Run) -> tuple[nn.Module, nn.Module, Any]:
+    """Both models with one optimizer."""
+    generator, critic, loader = build()
+    optimizer = Adam([*generator.parameters(), *trained(critic)], lr=0.01)
+    generator, critic, optimizer, _ = run.prepare(generator, critic, optimizer, loader)
+    return generator, critic, optimizer
+
+
 def one_loss(run: Run) -> None:
     """Both models have one loss and one optimizer; a frozen teacher is not prepared."""
-    generator, critic, loader = build()
+    generator, critic, _ = prepared(run)
     teacher = Critic().double().requires_grad_(False).eval()
-    optimizer = Adam([*generator.parameters(), *trained(critic)], lr=0.01)
-    generator, critic, optimizer, loader = run.prepare(generator, critic, optimizer, loader)
     run.evaluation(HELD_OUT, held_out_loss)
     for step in run.steps(NUM_STEPS, NUM_MICROBATCHES):
         with step:
@@ -189,9 +195,7 @@ def prefixed(prefix: str, model: nn.Module) -> dict[str, Tensor]:
 
 def calls_after_its_optimizer(run: Run) -> None:
     """A script that would use parameters which the run has not updated yet."""
-    generator, critic, loader = build()
-    optimizer = Adam([*generator.parameters(), *trained(critic)], lr=0.01)
-    generator, critic, optimizer, loader = run.prepare(generator, critic, optimizer, loader)
+    generator, critic, optimizer = prepared(run)
     for step in run.steps(NUM_STEPS, NUM_MICROBATCHES):
         with step:
             for [real] in step.batches():
@@ -201,9 +205,7 @@ def calls_after_its_optimizer(run: Run) -> None:
 
 
 def reads_twice(run: Run) -> None:
-    generator, critic, loader = build()
-    optimizer = Adam([*generator.parameters(), *trained(critic)], lr=0.01)
-    generator, critic, optimizer, loader = run.prepare(generator, critic, optimizer, loader)
+    generator, critic, _ = prepared(run)
     for step in run.steps(NUM_STEPS, NUM_MICROBATCHES):
         with step:
             for loss in LOSSES:
@@ -236,9 +238,7 @@ def steps_outside(run: Run) -> None:
 
 def clips_by_hand(run: Run) -> None:
     """As in WGAN; what is changed so is not counted by autograd."""
-    generator, critic, loader = build()
-    optimizer = Adam([*generator.parameters(), *trained(critic)], lr=0.01)
-    generator, critic, optimizer, loader = run.prepare(generator, critic, optimizer, loader)
+    generator, critic, _ = prepared(run)
     for step in run.steps(NUM_STEPS, NUM_MICROBATCHES):
         with step:
             for [real] in step.batches():

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.prepared.script_moment import Moment, ScriptMoment
-from pipelines.training.models.joined_model import JoinedModel, prefix_of
+from pipelines.training.models.joined_model import prefix_of, roots_of
 
 
 class CalledModule:
@@ -104,8 +104,7 @@ class CalledModels:
 
     def use(self, whole: nn.Module) -> None:
         """Take this worker's part of each model for the next step."""
-        parts = list(whole.children()) if isinstance(whole, JoinedModel) else [whole]
-        for model, part in zip(self._models, parts, strict=True):
+        for model, part in zip(self._models, roots_of(whole), strict=True):
             model.use(part)
 
     def forget_parts(self) -> None:

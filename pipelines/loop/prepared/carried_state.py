@@ -14,9 +14,8 @@ from pipelines.loop.prepared.errors import LoopMisused
 
 NUM_WATCHED_STEPS = 3
 """After these a script's variables are no longer looked at."""
-
-
 NUM_LOOKED_AT = 1000
+"""So many of the first items of a list are looked at."""
 _Mark = tuple["ref[Tensor]", int]
 
 

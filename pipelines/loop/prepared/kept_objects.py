@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from actors.distributed.torch_private import copy_tensors
 from elastic.geometry.tensor_specs import ITEMSIZE_BYTES
 from pipelines.loop.prepared.errors import LoopMisused
+from pipelines.training.workload.state import name_of
 
 SEPARATOR = "/"
 NUM_COMPARED = 16
@@ -55,7 +56,7 @@ class KeptObjects:
         that cannot be part of the state."""
         live = self._live()
         for name, value in live.items():
-            if (dtype := str(value.dtype).removeprefix("torch.")) not in ITEMSIZE_BYTES:
+            if (dtype := name_of(value.dtype)) not in ITEMSIZE_BYTES:
                 raise LoopMisused(
                     f"run.keep: {_described(name)} is of {dtype}, which is not supported; use one "
                     f"of {', '.join(ITEMSIZE_BYTES)}"

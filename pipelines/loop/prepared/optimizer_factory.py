@@ -99,8 +99,9 @@ class ScriptOptimizerFactory:
             group |= taken[group[NUMBER]]
 
     @property
-    def num_optimizers(self) -> int:
-        return len(self._optimizers)
+    def all_step(self) -> bool:
+        """Whether the script steps all of its optimizers in the present step."""
+        return len(self.values.stepped) == len(self._optimizers)
 
     def is_stepped(self, name: str) -> bool:
         """Whether the script steps the optimizer of a parameter in the present step, if it has

@@ -71,8 +71,7 @@ class ScriptMoment:
     def moment(self) -> Moment:
         if self.step is not None:
             return Moment.IN_STEP  # on all threads: autograd has some of its own
-        is_between = self.is_training and self._is_script()
-        return Moment.BETWEEN_STEPS if is_between else Moment.BEFORE_LOOP
+        return Moment.BETWEEN_STEPS if self.is_own else Moment.BEFORE_LOOP
 
     @property
     def is_own(self) -> bool:
