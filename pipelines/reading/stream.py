@@ -42,9 +42,9 @@ class Stream:
         for others the dataset is iterated again, from a position noted before them if it has
         `state_dict` and `load_state_dict`."""
         self._dataset = dataset
-        self._positions = positions if _can_continue(dataset) else None
-        self._unused = deepcopy(dataset) if self._positions else dataset
+        self._unused: Any = _copied(dataset) if positions and _can_continue(dataset) else None
         """What begins at the beginning, whatever state the dataset has loaded."""
+        self._positions = positions if self._unused is not None else None
         self._num_first = num_first
         self._num_recent = num_recent
         self._seed = seed
@@ -159,6 +159,14 @@ class Stream:
 
     def _seed_with(self, what: str, number: int) -> None:
         seed_host(keyed_seed("stream", self._seed, what, number))
+
+
+def _copied(dataset: Any) -> Any:
+    """A copy, or None for a dataset that cannot be copied, as one with a lock or a connection."""
+    try:
+        return deepcopy(dataset)
+    except Exception:  # whatever the dataset holds: it is iterated from the beginning, then
+        return None
 
 
 def _can_continue(dataset: object) -> bool:

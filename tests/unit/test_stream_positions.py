@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -24,6 +25,7 @@ class Continuing:
     def __init__(self, shift: int = 0) -> None:
         self.place, self.epoch, self.shift = 0, 0, shift
         self.num_made = 0
+        self.lock: Any = None
 
     def set_epoch(self, epoch: int) -> None:
         self.epoch = epoch
@@ -85,6 +87,14 @@ def test_dataset_that_does_not_continue_begins_again(
     stream, _ = stream_of(tmp_path, shift=1)
     assert stream[30].tolist() == expected[30]
     assert "does not continue at its state_dict: it begins again" in capsys.readouterr().out
+
+
+def test_dataset_that_cannot_be_copied_is_iterated_from_the_beginning(tmp_path: Path) -> None:
+    dataset = Continuing()
+    dataset.lock = threading.Lock()
+    stream = Stream(dataset, 2, 3, positions=StreamPositions(str(tmp_path), EVERY))
+    assert [stream[index].tolist() for index in range(10)] == [[0, index] for index in range(10)]
+    assert not list(tmp_path.iterdir())
 
 
 def test_damaged_position_is_not_used(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
