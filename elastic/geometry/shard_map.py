@@ -9,6 +9,8 @@ the tensor: it cuts a dim, it selects (a layer lies on one pipeline stage), or i
 - Expert tensors see `pp, dp, rest, ep` with `rest x ep = fsdp x cp x tp`: the innermost `ep`
   of these ranks form an expert group and cut `ep_dim`; `rest` does what `fsdp` does for dense
   tensors; `tp_dim` is not used (as in torchtitan with an expert tensor parallelism of 1).
+- A tensor with an `ownership` is not cut by `fsdp` but dealt: one rank has all of it, the others
+  an empty part.
 - `zero` says whether `fsdp` (or `rest`) cuts at all: from 1 on it cuts optimizer state and
   parameters, never buffers. A worker that computes with whole parameters (zero=1 and 2) keeps
   only its own part of them current, so it holds only that part.
@@ -30,7 +32,7 @@ from elastic.geometry.errors import InvalidSpec
 from elastic.geometry.layout import Coordinates, Layout
 from elastic.geometry.pipeline_stages import pipeline_ranks
 from elastic.geometry.regions import Region
-from elastic.geometry.tensor_specs import TensorSpec
+from elastic.geometry.tensor_specs import Ownership, TensorSpec
 from elastic.geometry.zero import divides
 
 
@@ -42,10 +44,24 @@ class Axis(NamedTuple):
 
 
 class AxisCut(NamedTuple):
-    """An axis that cuts a dim into `axis.degree` chunks."""
+    """An axis that cuts a dim into `axis.degree` chunks, equal ones or one whole chunk for the
+    `owner`."""
 
     dim: int
     axis: Axis
+    owner: int | None = None
+
+    def part(self, region: Region, index: int) -> Region:
+        """The chunk of a region at an index of the axis, possibly empty."""
+        if self.owner is None:
+            return region.chunk(self.dim, self.axis.degree, index)
+        return region.chunk(self.dim, 1, 0 if index == self.owner else 1)
+
+    def overlapping(self, region: Region, wanted: Region) -> Sequence[int]:
+        """The indices of the axis whose chunks of a region overlap `wanted` in the dim."""
+        if self.owner is None:
+            return region.overlapping_chunks(self.dim, self.axis.degree, wanted)
+        return [self.owner for _ in region.overlapping_chunks(self.dim, 1, wanted)]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,8 +85,9 @@ class Sharding:
     def region(self, world_rank: int) -> Region:
         """The region that a rank of the stage holds, possibly empty."""
         region = Region.whole(self.shape)
-        for dim, (degree, stride) in self.cuts:
-            region = region.chunk(dim, degree, world_rank // stride % degree)
+        for cut in self.cuts:
+            degree, stride = cut.axis
+            region = cut.part(region, world_rank // stride % degree)
         return region
 
     def first_holder(self, world_rank: int) -> int:
@@ -104,18 +121,19 @@ class Sharding:
     def first_holders(self) -> list[int]:
         """The first holders of all regions, empty regions included, ascending."""
         ranks = [self.stage.start]
-        for _, (degree, stride) in reversed(self.cuts):
+        for cut in reversed(self.cuts):
+            degree, stride = cut.axis
             ranks = [rank + i * stride for rank in ranks for i in range(degree)]
         return ranks
 
     def overlaps(self, wanted: Region) -> list[tuple[int, Region]]:
         """The regions that overlap `wanted`: the first holder and the overlap of each."""
         chunks = [(self.stage.start, Region.whole(self.shape))]
-        for dim, (degree, stride) in self.cuts:
+        for cut in self.cuts:
             chunks = [
-                (first + i * stride, region.chunk(dim, degree, i))
+                (first + i * cut.axis.stride, cut.part(region, i))
                 for first, region in chunks
-                for i in region.overlapping_chunks(dim, degree, wanted)
+                for i in cut.overlapping(region, wanted)
             ]
         common = [(first, region.intersection(wanted)) for first, region in chunks]
         return [(first, region) for first, region in common if region is not None]
@@ -126,9 +144,10 @@ def sharding_of(spec: TensorSpec, layout: Layout) -> Sharding:
     cuts: list[AxisCut] = []
     copies: list[Axis] = []
     stride = 1
-    for degree, dim in reversed(_mesh(spec, layout)):
+    for degree, dim, ownership in reversed(_mesh(spec, layout)):
         if dim is not None and degree > 1:
-            cuts.append(AxisCut(dim, Axis(degree, stride)))
+            owner = ownership.rank(degree) if ownership else None
+            cuts.append(AxisCut(dim, Axis(degree, stride), owner))
         elif copies and copies[0].stride * copies[0].degree == stride:
             copies[0] = Axis(copies[0].degree * degree, copies[0].stride)
         elif degree > 1:
@@ -163,6 +182,7 @@ def alike(spec: TensorSpec, *layouts: Layout) -> tuple[object, ...]:
         spec.kind,
         spec.layer is None,
         *[stage_of(spec, layout) for layout in layouts],
+        *[_owner(spec, layout) for layout in layouts],
     )
 
 
@@ -188,16 +208,29 @@ def bytes_held(specs: Sequence[TensorSpec], layout: Layout, coordinates: Coordin
     return sum(region.num_elements * spec.itemsize_bytes for spec, region in regions if region)
 
 
-def _mesh(spec: TensorSpec, layout: Layout) -> list[tuple[int, int | None]]:
-    """The degrees of the axes that a tensor sees, outermost first, and the dim that each cuts."""
-    fsdp_dim = spec.fsdp_dim if _fsdp_cuts(spec, layout) else None
-    mesh: list[tuple[int, int | None]] = [(layout.dp, None)]
+def _mesh(spec: TensorSpec, layout: Layout) -> list[tuple[int, int | None, Ownership | None]]:
+    """The axes that a tensor sees, outermost first: the degree of each, the dim that it cuts, and
+    the ownership if it deals the tensor whole."""
+    cut_by_fsdp = (_num_shards(spec, layout), spec.fsdp_dim, spec.ownership)
+    if not _fsdp_cuts(spec, layout):
+        cut_by_fsdp = (cut_by_fsdp[0], None, None)
+    mesh: list[tuple[int, int | None, Ownership | None]] = [(layout.dp, None, None), cut_by_fsdp]
     if spec.layer is None:
-        mesh.insert(0, (layout.pp, None))
+        mesh.insert(0, (layout.pp, None, None))
     if spec.ep_dim is None:
-        return [*mesh, (layout.fsdp, fsdp_dim), (layout.cp, None), (layout.tp, spec.tp_dim)]
-    rest = layout.fsdp * layout.cp * layout.tp // layout.ep
-    return [*mesh, (rest, fsdp_dim), (layout.ep, spec.ep_dim)]
+        return [*mesh, (layout.cp, None, None), (layout.tp, spec.tp_dim, None)]
+    return [*mesh, (layout.ep, spec.ep_dim, None)]
+
+
+def _num_shards(spec: TensorSpec, layout: Layout) -> int:
+    """The degree of the axis that does to a tensor what `fsdp` does to dense tensors."""
+    if spec.ep_dim is None:
+        return layout.fsdp
+    return layout.fsdp * layout.cp * layout.tp // layout.ep
+
+
+def _owner(spec: TensorSpec, layout: Layout) -> int | None:
+    return spec.ownership.rank(_num_shards(spec, layout)) if spec.ownership else None
 
 
 def _fsdp_cuts(spec: TensorSpec, layout: Layout) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from math import prod
-from typing import Literal
+from typing import Literal, NamedTuple
 
 ITEMSIZE_BYTES = {
     "float64": 8,
@@ -23,6 +25,30 @@ but never buffers. What a `script` computes itself may differ by rounding errors
 so audits do not compare it."""
 
 
+class Ownership(NamedTuple):
+    """Which rank owns a tensor that an axis deals whole instead of cutting it.
+
+    The tensors that are dealt lie in a row, each as long as its cost. The ranks own equal stretches
+    of the row, and a tensor belongs to the rank that owns its middle. So every rank gets about the
+    same cost, and a change of the degree moves few tensors.
+    """
+
+    middle: float
+    length: int
+    """The length of the row."""
+
+    def rank(self, degree: int) -> int:
+        """The index of the owner on an axis of this degree."""
+        return min(degree - 1, int(self.middle * degree / self.length))
+
+
+def deal_out(costs: Sequence[int]) -> list[Ownership]:
+    """The ownership of tensors of these costs, each at least 1, in their order."""
+    ends = list(accumulate(costs))
+    middles = (end - cost / 2 for end, cost in zip(ends, costs, strict=True))
+    return [Ownership(middle, ends[-1]) for middle in middles]
+
+
 @dataclass(frozen=True, slots=True)
 class TensorSpec:
     """One logical tensor: its whole shape, and which dim each axis splits.
@@ -30,8 +56,9 @@ class TensorSpec:
     `layer` is the layer of the tensor (None: every pipeline stage holds it). `layer_costs` are
     the costs of all layers, by which layers are dealt to stages (only needed if `pp` > 1).
     `fsdp_dim`, `tp_dim` and `ep_dim` are the dims that these axes split (None: the axis
-    replicates). A tensor with an `ep_dim` belongs to experts. `dtype` is a key of
-    `ITEMSIZE_BYTES`.
+    replicates). A tensor with an `ep_dim` belongs to experts. With an `ownership`, `fsdp` gives
+    the whole tensor to one rank, and each other rank an empty part in `fsdp_dim`. `dtype` is a key
+    of `ITEMSIZE_BYTES`.
     """
 
     name: str
@@ -43,6 +70,7 @@ class TensorSpec:
     ep_dim: int | None = None
     kind: Kind = "parameter"
     layer_costs: tuple[int, ...] = ()
+    ownership: Ownership | None = None
 
     @property
     def itemsize_bytes(self) -> int:

@@ -5,9 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from loops import NUM_MICROBATCHES, NUM_STEPS, build_training, plain
 from script_habits import compute
-from torch import nn
+from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adafactor, AdamW, Muon, NAdam, Optimizer, Rprop
 from torch.optim.lr_scheduler import StepLR
 
@@ -40,6 +41,47 @@ def of_matrices(model: nn.Module) -> Made:
 
 def factored(model: nn.Module) -> Made:
     return [Adafactor(model.parameters(), lr=0.05)]
+
+
+class Preconditioned(SGD):
+    """Scales gradients by sums of their products with themselves, as Shampoo does (Gupta et al.,
+    2018), and begins with unit matrices."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.grad is not None and parameter.ndim == 2:
+                    self._scale(parameter)
+        super().step()
+
+    @torch.no_grad()
+    def _scale(self, parameter: Tensor) -> None:
+        state, gradient = self.state[parameter], parameter.grad
+        assert gradient is not None
+        for key, size in (("left", 0), ("right", 1)):
+            state.setdefault(key, torch.eye(parameter.shape[size], dtype=gradient.dtype))
+        state.setdefault("step", torch.zeros(()))
+        state["step"] += 1
+        state["left"] += gradient @ gradient.T
+        state["right"] += gradient.T @ gradient
+        solved = torch.linalg.solve(state["left"], gradient)
+        parameter.grad = torch.linalg.solve(state["right"], solved.T).T * state["step"].sqrt()
+
+
+def preconditioned(model: nn.Module) -> Made:
+    return [Preconditioned(model.parameters(), lr=0.1, momentum=0.9)]
+
+
+class Coupled(SGD):
+    """Clips the gradients of all parameters together, within its step."""
+
+    def step(self, closure: Any = None) -> None:
+        nn.utils.clip_grad_norm_([p for group in self.param_groups for p in group["params"]], 0.1)
+        super().step()
+
+
+def coupled(model: nn.Module) -> Made:
+    return [Coupled(model.parameters(), lr=0.1)]
 
 
 def train(run: Run, make: Callable[[nn.Module], Made]) -> None:
@@ -93,3 +135,11 @@ def train_of_matrices(run: Run) -> None:
 
 def train_factored(run: Run) -> None:
     train(run, factored)
+
+
+def train_preconditioned(run: Run) -> None:
+    train(run, preconditioned)
+
+
+def train_coupled(run: Run) -> None:
+    train(run, coupled)

@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import optimizer_scripts
 import pytest
+from harness import run_in_processes
+from run_checks import assert_no_step_repeated
 from test_script_habits import run_habit
 
 from elastic.geometry.layout import Layout
+from elastic.geometry.model_limits import Limits
+from elastic.geometry.target_layout import TargetLayout
+from elastic.protocol.events import LayoutRequested, StopRequested
+from pipelines.loop import Run
 from pipelines.loop.script import script_of
 from pipelines.run.job import job_of
 from pipelines.run.program import TrainingProgram
@@ -23,18 +30,71 @@ def test_state_that_does_not_begin_with_zeros_is_sharded(name: str, tmp_path: Pa
     assert list(run.losses().values()) == pytest.approx(list(losses), rel=1e-9)
 
 
-@pytest.mark.parametrize("name", ["of_matrices", "factored"])
-def test_optimizers_of_whole_matrices_train_on_dp(name: str, tmp_path: Path) -> None:
-    run = run_habit(tmp_path, f"train_{name}", layout="dp=3", module=optimizer_scripts)
+WHOLE = [
+    ("of_matrices", "dp=3"),
+    ("of_matrices", "dp=2,fsdp=2"),
+    ("of_matrices", "dp=2,fsdp=2,zero=1"),
+    ("factored", "dp=2,fsdp=2"),
+    ("factored", "dp=2,fsdp=2,zero=2"),
+    ("preconditioned", "dp=2,fsdp=2"),
+]
+
+
+@pytest.mark.parametrize(("name", "layout"), WHOLE, ids=[f"{n} {layout}" for n, layout in WHOLE])
+def test_optimizers_of_whole_matrices_equal_the_plain_loop(
+    name: str, layout: str, tmp_path: Path
+) -> None:
+    run = run_habit(tmp_path, f"train_{name}", layout=layout, module=optimizer_scripts)
+    layouts = {line["layout"] for line in run.lines_of("Resume")}
+    axis = "fsdp" if "fsdp" in layout else "dp"
+    assert len(layouts) > 1 and any(axis in used for used in layouts), layouts
     losses = optimizer_scripts.plain_losses(getattr(optimizer_scripts, name))
     assert list(run.losses().values()) == pytest.approx(list(losses), rel=1e-9)
 
 
-def test_optimizers_of_whole_matrices_refuse_to_be_sharded() -> None:
-    script = script_of(optimizer_scripts.train_of_matrices)
+def limits_of(train: Callable[[Run], None]) -> Limits:
+    script = script_of(train)
     program = TrainingProgram(script.settings.model_dump(), device="cpu", recipe=script)
-    limits = job_of(script.settings, program).limits
+    return job_of(script.settings, program).limits
+
+
+def test_whole_matrices_are_dealt_by_fsdp_and_not_cut_by_tp() -> None:
+    limits = limits_of(optimizer_scripts.train_of_matrices)
+    assert limits.refusal(Layout(dp=2)) is limits.refusal(Layout(fsdp=2)) is None
+    refusal = limits.refusal(Layout(tp=2))
+    assert refusal is not None and refusal.startswith("tp=2: the optimizer's update")
+
+
+def test_optimizer_that_couples_parameters_is_not_sharded() -> None:
+    limits = limits_of(optimizer_scripts.train_coupled)
     assert limits.refusal(Layout(dp=2)) is None
-    for axis in ("fsdp", "tp"):
-        refusal = limits.refusal(Layout(**{axis: 2}))
-        assert refusal is not None and refusal.startswith(f"{axis}=2: the optimizer's update")
+    refusal = limits.refusal(Layout(fsdp=2))
+    assert refusal is not None and "depends on other parameters" in refusal
+
+
+@pytest.mark.parametrize(
+    ("name", "offload"),
+    [("of_matrices", False), ("of_matrices", True), ("factored", False), ("preconditioned", False)],
+)
+def test_owners_change_with_the_layout(name: str, offload: bool, tmp_path: Path) -> None:
+    """And with the ZeRO stage; one worker reads the checkpoint that the owners wrote."""
+    requested = ["dp=2,fsdp=2", "fsdp=3", "fsdp=4,zero=2", "dp=4", "fsdp=2,zero=1"]
+    requests = [
+        (3 * number, LayoutRequested(layout, TargetLayout.parse(layout)))
+        for number, layout in enumerate(requested, start=1)
+    ]
+    settings = script_of(getattr(optimizer_scripts, f"train_{name}")).settings
+    settings = settings.model_copy(update={"offload": offload})
+    recipe = f"{optimizer_scripts.__file__}:train_{name}"
+    stop = (18, StopRequested("a signal"))
+    run = run_in_processes(
+        tmp_path, settings, 4, layout="fsdp=4", recipe=recipe, due=(*requests, stop)
+    )
+    assert run.stopped.outcome == "interrupted", run.stopped
+    run = run_in_processes(tmp_path, settings, 1, recipe=recipe)
+    assert run.stopped.outcome == "completed", run.stopped
+    layouts = [line["layout"] for line in run.lines_of("Resume")]
+    assert layouts == ["fsdp=4", *requested, "dp=1"]
+    losses = list(optimizer_scripts.plain_losses(getattr(optimizer_scripts, name)))
+    assert list(run.losses().values()) == pytest.approx(losses, rel=1e-9)
+    assert_no_step_repeated(run)

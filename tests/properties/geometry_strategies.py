@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 
 from elastic.geometry.layout import Layout
-from elastic.geometry.tensor_specs import TensorSpec
+from elastic.geometry.tensor_specs import TensorSpec, deal_out
 
 MAX_RANKS = 16
 SIZES = (7, 5, 11, 6, 7, 9, 1, 11, 8, 2, 5, 3, 0, 10, 4)
@@ -58,6 +58,7 @@ def specs(draw: st.DrawFn, name: str = "t") -> TensorSpec:
         ep_dim=draw(st.sampled_from([None, None, draw(dims)])),
         kind=draw(st.sampled_from(["parameter", "optimizer", "buffer"])),
         layer_costs=layer_costs,
+        ownership=draw(st.sampled_from([None, None, *deal_out([4, 1, 7, 2, 2])])),
     )
 
 

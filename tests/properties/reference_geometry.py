@@ -138,12 +138,12 @@ def _held(spec: TensorSpec, layout: Layout, place: tuple[int, ...]) -> Mask:
         )
         if fsdp_dim is not None:
             group = place_in_block // layout.ep
-            indices_by_dim[fsdp_dim] = _chunk(indices_by_dim[fsdp_dim], num_groups, group)
+            indices_by_dim[fsdp_dim] = _part(spec, indices_by_dim[fsdp_dim], num_groups, group)
     else:
         if spec.tp_dim is not None:
             indices_by_dim[spec.tp_dim] = _chunk(indices_by_dim[spec.tp_dim], layout.tp, tp)
         if fsdp_dim is not None:
-            indices_by_dim[fsdp_dim] = _chunk(indices_by_dim[fsdp_dim], layout.fsdp, fsdp)
+            indices_by_dim[fsdp_dim] = _part(spec, indices_by_dim[fsdp_dim], layout.fsdp, fsdp)
     if indices_by_dim:
         mask[np.ix_(*(np.array(indices, dtype=np.int64) for indices in indices_by_dim))] = True
     else:
@@ -157,6 +157,13 @@ def _layers(rank: int, layout: Layout, costs: tuple[int, ...]) -> list[int]:
         return list(range(len(costs)))
     stages = deal_layers(costs, layout.pp * layout.vp)
     return [layer for stage in stages[rank :: layout.pp] for layer in stage]
+
+
+def _part(spec: TensorSpec, indices: list[int], num_shards: int, index: int) -> list[int]:
+    if spec.ownership is None:
+        return _chunk(indices, num_shards, index)
+    share = spec.ownership.length / num_shards
+    return indices if index * share <= spec.ownership.middle < (index + 1) * share else []
 
 
 def _chunk(indices: list[int], num_chunks: int, index: int) -> list[int]:

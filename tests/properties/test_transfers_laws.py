@@ -73,7 +73,7 @@ def uneven_splits(specs: list[TensorSpec], reshard: ReshardPlan) -> Iterator[boo
     assert reshard.old is not None
     for spec, assignment in product(specs, (reshard.old, reshard.new)):
         cuts = sharding_of(spec, assignment.layout).cuts
-        yield any(spec.shape[dim] % axis.degree for dim, axis in cuts)
+        yield any(spec.shape[cut.dim] % cut.axis.degree for cut in cuts)
 
 
 @profile(400)

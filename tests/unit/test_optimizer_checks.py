@@ -6,7 +6,8 @@ import pytest
 import torch
 
 from pipelines.errors import UserError
-from pipelines.training.custom.optimizer_checks import refuse_unfit, why_not_sharded, why_not_split
+from pipelines.loop.prepared.joined_optimizer import JoinedOptimizer
+from pipelines.training.custom.optimizer_checks import refuse_unfit, uncut_parameters, why_not_split
 from pipelines.training.workload.optimizer import BEGUN, state_shape, state_templates
 
 NUM_DIMS = {"layer.weight": 2, "layer.bias": 1, "convolution": 4, "scalar": 0}
@@ -122,12 +123,34 @@ class RowNormed(torch.optim.SGD):
         super().step()
 
 
+class Preconditioned(torch.optim.SGD):
+    """Scales the gradient by sums of its products with itself on each side, as Shampoo does."""
+
+    def step(self):
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                if parameter.ndim == 2 and parameter.grad is not None:
+                    self._precondition(parameter)
+                elif parameter.ndim and parameter.grad is not None:
+                    parameter.grad = parameter.grad / parameter.grad.norm()
+        super().step()
+
+    def _precondition(self, parameter):
+        state, gradient = self.state[parameter], parameter.grad
+        for key, product in (("left", gradient @ gradient.T), ("right", gradient.T @ gradient)):
+            state.setdefault(key, torch.zeros_like(product)).add_(product)
+        scale = state["left"].trace() + state["right"].trace()
+        parameter.grad = (state["left"] @ gradient @ state["right"]) / scale.square()
+
+
 WHOLE = {
-    "cut rows": lambda p: RowNormed(p, lr=0.1),
-    "rows": lambda p: RowScaled(p, lr=0.1),
-    "norm": lambda p: NormScaled(p, lr=0.1),
-    "adafactor": lambda p: torch.optim.Adafactor(p, lr=0.1),
+    "cut rows": (lambda p: RowNormed(p, lr=0.1), {2}),
+    "rows": (lambda p: RowScaled(p, lr=0.1), {2}),
+    "norm": (lambda p: NormScaled(p, lr=0.1), {1, 2, 4}),
+    "adafactor": (lambda p: torch.optim.Adafactor(p, lr=0.1), {1, 2, 4}),
+    "preconditioned": (lambda p: Preconditioned(p, lr=0.1), {1, 2, 4}),
 }
+"""With the numbers of dims of the parameters that they need whole."""
 
 
 class Rateless(torch.optim.SGD):
@@ -168,7 +191,7 @@ def test_elementwise_optimizer_is_accepted(make) -> None:
 
 @pytest.mark.parametrize("make", [*FIT.values(), *LATE.values()], ids=[*FIT, *LATE])
 def test_elementwise_optimizer_may_be_sharded(make) -> None:
-    assert why_not_sharded(FunctionOptimizing(make), NUM_DIMS) is None
+    assert not uncut_parameters(FunctionOptimizing(make), NUM_DIMS)
 
 
 @pytest.mark.parametrize(("name", "make"), [*FIT.items(), *LATE.items()], ids=[*FIT, *LATE])
@@ -182,11 +205,22 @@ def test_state_that_begins_late_is_accepted(make) -> None:
     refuse_unfit(FunctionOptimizing(make), NUM_DIMS)
 
 
-@pytest.mark.parametrize("make", WHOLE.values(), ids=WHOLE)
-def test_optimizer_of_whole_parameters_may_not_be_sharded(make) -> None:
+@pytest.mark.parametrize(("make", "ndims"), WHOLE.values(), ids=WHOLE)
+def test_parameters_that_no_axis_may_cut_are_found(make, ndims: set[int]) -> None:
     refuse_unfit(FunctionOptimizing(make), NUM_DIMS)
-    why = why_not_sharded(FunctionOptimizing(make), NUM_DIMS)
-    assert why is not None and "needs whole parameters: use dp" in why
+    expected = {name for name, ndim in NUM_DIMS.items() if ndim in ndims}
+    assert uncut_parameters(FunctionOptimizing(make), NUM_DIMS) == expected
+
+
+def test_only_the_groups_that_need_whole_parameters_are_found() -> None:
+    """So that Muon's matrices have owners, and the rest, by AdamW, is cut."""
+
+    def make(shards):
+        matrices = [{"params": [t for _, t in shards if t.ndim == 2]}]
+        others = [{"params": [t for _, t in shards if t.ndim != 2]}]
+        return JoinedOptimizer([torch.optim.Muon(matrices), torch.optim.AdamW(others)])
+
+    assert uncut_parameters(FunctionOptimizing(make), NUM_DIMS) == {"layer.weight"}
 
 
 def at_rate_zero(make):
@@ -207,9 +241,9 @@ def test_a_rate_of_zero_hides_no_late_begin(name: str) -> None:
     assert all(BEGUN in template for template in templates.values())
 
 
-@pytest.mark.parametrize("make", WHOLE.values(), ids=WHOLE)
-def test_a_rate_of_zero_hides_no_need_of_whole_parameters(make) -> None:
-    assert why_not_sharded(at_rate_zero(make), NUM_DIMS) is not None
+@pytest.mark.parametrize(("make", "ndims"), WHOLE.values(), ids=WHOLE)
+def test_a_rate_of_zero_hides_no_need_of_whole_parameters(make, ndims: set[int]) -> None:
+    assert uncut_parameters(at_rate_zero(make), NUM_DIMS)
 
 
 def test_optimizer_that_couples_parameters_needs_all_of_them() -> None:
@@ -235,11 +269,18 @@ def test_only_the_groups_that_begin_late_say_so() -> None:
 
 
 def test_factored_state_has_the_shape_of_the_parameter_but_for_sums() -> None:
-    factory = FunctionOptimizing(WHOLE["adafactor"])
+    factory = FunctionOptimizing(WHOLE["adafactor"][0])
     template = state_templates(factory, {"layer.weight": 2}, torch.float64)["layer.weight"]
     assert state_shape(template["row_var"], (30, 40)) == (30, 1)
     assert state_shape(template["col_var"], (30, 40)) == (1, 40)
     assert state_shape(template["step"], (30, 40)) == ()
+
+
+def test_preconditioners_have_sizes_of_the_parameter() -> None:
+    factory = FunctionOptimizing(WHOLE["preconditioned"][0])
+    template = state_templates(factory, {"layer.weight": 2}, torch.float64)["layer.weight"]
+    assert state_shape(template["left"], (30, 40)) == (30, 30)
+    assert state_shape(template["right"], (30, 40)) == (40, 40)
 
 
 @pytest.mark.parametrize(("message", "make"), UNFIT.items(), ids=UNFIT)

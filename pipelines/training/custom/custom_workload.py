@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from contextlib import nullcontext
 from copy import copy
 from dataclasses import replace
@@ -43,7 +43,7 @@ from pipelines.training.custom.custom_pipeline import Chain, CustomBatch, inputs
 from pipelines.training.custom.custom_shape import shape_of
 from pipelines.training.custom.merge_trial import Merging, try_merging
 from pipelines.training.custom.microbatch_draws import MicrobatchDraws
-from pipelines.training.custom.optimizer_checks import why_not_sharded, why_not_split
+from pipelines.training.custom.optimizer_checks import NOT_CUT, uncut_parameters, why_not_split
 from pipelines.training.custom.pipeline_trial import why_no_pipeline
 from pipelines.training.models.mlp import MlpWorkload
 from pipelines.training.workload.optimizer import OptimizerFactory
@@ -156,22 +156,24 @@ class CustomWorkload:
         return self._shape
 
     def limits(self) -> Limits:
-        """The limits of the shape; `pp` is refused, too, if a trial of the pipeline fails, and
-        `fsdp` and `tp` if the optimizer needs whole parameters."""
-        limits = self._shape.limits
-        if self._why_not_sharded:
-            refused = [(axis, self._why_not_sharded) for axis in ("fsdp", "tp")]
-            limits = replace(limits, refused=(*refused, *limits.refused))
+        """The limits of the shape; `pp` is refused, too, if a trial of the pipeline fails, `tp` if
+        the optimizer needs whole parameters, and each if it needs all of them."""
+        limits, refused = self._shape.limits, []
+        if self._why_not_split:
+            refused = [(axis, self._why_not_split) for axis in ("fsdp", "tp")]
+        elif self.whole_parameters:
+            refused = [("tp", NOT_CUT)]
+        limits = replace(limits, refused=(*refused, *limits.refused))
         if any(axis == "pp" for axis, _ in limits.refused):
             return limits
         why_not = why_no_pipeline(self) or self._why_not_split
         return replace(limits, refused=(*limits.refused, ("pp", why_not))) if why_not else limits
 
     @cached_property
-    def _why_not_sharded(self) -> str | None:
-        return why_not_sharded(self.optimizer_factory, trained_dims(self.module()))
+    def whole_parameters(self) -> Collection[str]:
+        return uncut_parameters(self.optimizer_factory, trained_dims(self.module()))
 
-    @property
+    @cached_property
     def _why_not_split(self) -> str | None:
         return why_not_split(self.optimizer_factory, trained_dims(self.module()))
 

@@ -26,9 +26,9 @@ NUM_STEPS = 2
 SHAPE = (4, 3, 2)
 """The first sizes of the trial tensors, whose halves along dims 0 and 1 are stepped, too."""
 TOLERANCE = 1e-9
-WHOLE_PARAMETERS = (
+NOT_CUT = (
     "the optimizer's update of an element depends on others of the same parameter (as with Muon, "
-    "Adafactor, LAMB), so each worker needs whole parameters: use dp"
+    "Adafactor, LAMB), which tp would cut: use dp or fsdp, which deals whole parameters to workers"
 )
 Weights = dict[str, Tensor]
 
@@ -67,15 +67,20 @@ def refuse_unfit(optimizer_factory: OptimizerFactory, num_dims: Mapping[str, int
         )
 
 
-def why_not_sharded(optimizer_factory: OptimizerFactory, num_dims: Mapping[str, int]) -> str | None:
-    """Why no axis may shard a parameter of these names and numbers of dims, or None.
+def uncut_parameters(
+    optimizer_factory: OptimizerFactory, num_dims: Mapping[str, int]
+) -> frozenset[str]:
+    """Those of the parameters of these names and numbers of dims that no axis may cut.
 
     The update of an element may depend on others of its parameter, which another worker would hold.
     """
     templates = state_templates(optimizer_factory, num_dims, torch.float64)
-    states = [value for template in templates.values() for value in template.values()]
-    if any(value.ndim and not is_elementwise(value) for value in states):
-        return WHOLE_PARAMETERS
+    found = {
+        name
+        for name, template in templates.items()
+        for value in template.values()
+        if value.ndim and not is_elementwise(value, num_dims[name])
+    }
     weights, gradients = _trial(optimizer_factory, num_dims)
     whole = _stepped(optimizer_factory, weights, gradients)
     for dim in range(2):
@@ -88,10 +93,13 @@ def why_not_sharded(optimizer_factory: OptimizerFactory, num_dims: Mapping[str, 
             )
             for which in range(2)
         ]
-        together = {name: torch.cat([half[name] for half in halves], dim) for name in cut}
-        if not _alike(together, whole):
-            return WHOLE_PARAMETERS
-    return None
+        found |= {
+            name
+            for name in cut
+            if not _close(torch.cat([half[name] for half in halves], dim), whole[name])
+        }
+    kinds = kinds_in(optimizer_factory, num_dims)
+    return frozenset(name for kind in kinds if found & set(kind) for name in kind)
 
 
 def _half(tensors: Weights, cut: Sequence[str], dim: int, which: int) -> Weights:
@@ -125,15 +133,19 @@ def _trial(
     optimizer_factory: OptimizerFactory, num_dims: Mapping[str, int]
 ) -> tuple[Weights, list[Weights]]:
     """Small parameters, two of each kind, and gradients of a few steps."""
-    small = {name: torch.zeros([2] * ndim) for name, ndim in num_dims.items()}
-    kinds = kinds_of(optimizer_factory.build(list(small.items())), small)
-    names = [name for kind in kinds for name in kind[:2]]
+    names = [name for kind in kinds_in(optimizer_factory, num_dims) for name in kind[:2]]
     shapes = {name: (*SHAPE, *[2] * num_dims[name])[: num_dims[name]] for name in names}
     gradients = [
         {name: _drawn(f"gradient {step}", name, shape) for name, shape in shapes.items()}
         for step in range(NUM_STEPS)
     ]
     return {name: _drawn("weight", name, shape) for name, shape in shapes.items()}, gradients
+
+
+def kinds_in(optimizer_factory: OptimizerFactory, num_dims: Mapping[str, int]) -> list[list[str]]:
+    """The names of the parameters that the optimizer treats alike."""
+    small = {name: torch.zeros([2] * ndim) for name, ndim in num_dims.items()}
+    return kinds_of(optimizer_factory.build(list(small.items())), small)
 
 
 def _needed_by(function: Callable[..., Any]) -> set[str]:
@@ -160,7 +172,7 @@ def _stepped(
     for step_gradients in gradients:  # each in another generation, whose optimizer is another
         optimizer = LocalOptimizer(optimizer_factory, shards, state)
         prepare_trial(optimizer.optimizer)
-        optimizer.step(step_gradients)
+        optimizer.step(_copied(step_gradients))  # a step may change them
         live = optimizer.state()
         for name, own in state.items():
             for key, value in own.items():
@@ -185,12 +197,16 @@ def _numbers_of(optimizer: Optimizer) -> dict[tuple[int, str], str]:
 @torch.no_grad()
 def _step(optimizer: Optimizer, weights: Weights, gradients: Weights) -> None:
     for name, weight in weights.items():
-        weight.grad = gradients[name]
+        weight.grad = gradients[name].clone()
     optimizer.step()
 
 
 def _alike(first: Weights, second: Weights) -> bool:
-    return all(torch.allclose(first[n], second[n], rtol=TOLERANCE, atol=TOLERANCE) for n in first)
+    return all(_close(first[name], second[name]) for name in first)
+
+
+def _close(first: Tensor, second: Tensor) -> bool:
+    return torch.allclose(first, second, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def _copied(weights: Weights) -> Weights:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -60,6 +60,7 @@ class MlpWorkload:
 
     custom_loss: CustomLoss | None = None
     why_unmergeable: str | None = None
+    whole_parameters: Collection[str] = ()
     divides_draws = False
 
     def __init__(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -41,6 +41,7 @@ class NextToken:
     cuts_head = True
     custom_loss: CustomLoss | None = None
     divides_draws = False
+    whole_parameters: Collection[str] = ()
 
     @property
     def why_unmergeable(self) -> str | None:

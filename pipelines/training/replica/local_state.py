@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from pipelines.training.workload.optimizer import (
     state_templates,
 )
 from pipelines.training.workload.state import (
+    NUMBER_SHAPES,
     SCRIPT,
     buffers,
     optimizer_name,
@@ -34,19 +35,31 @@ class LocalState:
         settings: TrainSettings,
         optimizer_factory: OptimizerFactory,
         device: torch.device,
+        whole_parameters: Collection[str] = (),
     ) -> None:
-        """Take modules on the meta device: shapes without values."""
+        """Take modules on the meta device: shapes without values. The `whole_parameters` are those
+        of the workload."""
         self.sharded = sharded
         self.optimizer_factory = optimizer_factory
         self.device = device
+        self.whole_parameters = whole_parameters
         self._read_modules()
         num_dims = {name: shard.ndim for name, shard in self._trained().items()}
         templates = state_templates(optimizer_factory, num_dims, stored_dtype(settings))
         optimizer_state = {
             name: {key: _like(self.shards[name], value) for key, value in template.items()}
             for name, template in templates.items()
+            if name not in sharded.elsewhere
         }
         self.optimizer = LocalOptimizer(optimizer_factory, self._trained(), optimizer_state)
+        self._elsewhere = {
+            optimizer_name(name, key): self.shards[name].new_empty(
+                (0, *state_shape(value, whole_shape)[1:]), dtype=value.dtype
+            )
+            for name, whole_shape in sharded.elsewhere.items()
+            for key, value in templates[name].items()
+        }
+        """Empty parts of the state of parameters that other ranks own."""
         self.script = {
             SCRIPT + name: value.to(device, copy=True)
             for name, value in optimizer_factory.script_state.items()
@@ -55,12 +68,13 @@ class LocalState:
 
     def tensors(self) -> dict[str, Tensor]:
         """The live state without the gradients."""
+        whole = self.whole_parameters
         optimizer_state = {
-            optimizer_name(name, key): value
+            optimizer_name(name, key): value.view(value.shape or NUMBER_SHAPES[name in whole])
             for name, state in self.optimizer.state().items()
             for key, value in state.items()
         }
-        return self.shards | self.buffers | optimizer_state | self.script
+        return self.shards | self.buffers | optimizer_state | self._elsewhere | self.script
 
     def adopt(self, tensors: Mapping[str, Tensor]) -> None:
         """Make these tensors the state, without copies where the sharding allows it.
@@ -73,7 +87,10 @@ class LocalState:
             for name, expected in self.tensors().items()
         }
         optimizer_state = {
-            name: {key: checked[optimizer_name(name, key)] for key in state}
+            name: {
+                key: checked[optimizer_name(name, key)].view(value.shape)
+                for key, value in state.items()
+            }
             for name, state in self.optimizer.state().items()
         }
         self.sharded.adopt(
@@ -85,6 +102,7 @@ class LocalState:
             device = self.shards[name].device
             optimizer_state[name] = {key: value.to(device) for key, value in state.items()}
         self.optimizer = LocalOptimizer(self.optimizer_factory, self._trained(), optimizer_state)
+        self._elsewhere = {name: checked[name] for name in self._elsewhere}
         self.script = {name: checked[name] for name in self.script}
 
     def gradients(self) -> dict[str, Tensor]:

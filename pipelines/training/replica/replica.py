@@ -66,7 +66,9 @@ class ShardedReplica:
         blocks = [block for module in modules for block in workload.blocks(module)]
         self.interrupt_hooks = InterruptHooks(blocks, groups.device)
         optimizer_factory = optimizer_factory_of(workload, settings)
-        self.state = LocalState(self.sharded, settings, optimizer_factory, groups.device)
+        self.state = LocalState(
+            self.sharded, settings, optimizer_factory, groups.device, workload.whole_parameters
+        )
         self.moving: RunningBuffers | StageBuffers
         self.passes: Passes
         if groups.layout.pp > 1:

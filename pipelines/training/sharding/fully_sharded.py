@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 
 import torch
 from torch import Tensor, nn
@@ -39,6 +40,8 @@ class FullySharded:
     (Zhao et al., PyTorch FSDP, 2023). The optimizer's step runs no collective. Gradients are
     summed, never averaged: apply divides by the number of tokens of the global batch.
     """
+
+    elsewhere: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
     def __init__(
         self,

@@ -11,14 +11,17 @@ import torch
 from torch import Tensor, nn
 
 from actors.runtime.program import Groups, Interrupt
+from elastic.geometry.zero import divides
 from pipelines.settings import TrainSettings
 from pipelines.training.sharding.fully_sharded import FullySharded
+from pipelines.training.sharding.owned import OwnedSharded
 from pipelines.training.sharding.recomputation import recomputed
 from pipelines.training.sharding.sharded import Sharded, bring_constants
 from pipelines.training.sharding.zero import ZeroSharded
 from pipelines.training.tensor.tensor_parallel import parallelize_modules
 from pipelines.training.tensor.unsharded_hidden import parallelize_parameters
 from pipelines.training.workload.parallel_groups import ParallelGroups
+from pipelines.training.workload.state import build_on_meta, ownerships
 from pipelines.training.workload.trees import tensors_in
 from pipelines.training.workload.workload import Workload
 
@@ -46,9 +49,12 @@ def parallelize(
         for block in workload.blocks(module):
             _wrap_forward(block, settings)
     fully = groups.layout.zero == 3 and not _has_full_parameters(groups)
-    if fully:
-        return FullySharded(modules, workload, groups, settings)
-    return ZeroSharded(modules, workload, groups, settings)
+    kind = FullySharded if fully else ZeroSharded
+    sharded: Sharded = kind(modules, workload, groups, settings)
+    deals = groups.layout.fsdp > 1 and divides(groups.layout.zero, "optimizer")
+    if not deals or not workload.whole_parameters:
+        return sharded
+    return OwnedSharded(sharded, ownerships(workload, build_on_meta(workload, settings)), groups)
 
 
 def _has_full_parameters(groups: Groups) -> bool:

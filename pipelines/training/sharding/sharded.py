@@ -22,6 +22,10 @@ class Sharded(Protocol):
 
     modules: Sequence[nn.Module]
 
+    @property
+    def elsewhere(self) -> Mapping[str, tuple[int, ...]]:
+        """The whole shape of each parameter that another rank of `fsdp` updates whole."""
+
     def shards(self) -> dict[str, Tensor]:
         """The live local shard of each parameter by name; on the meta device until `adopt`."""
 

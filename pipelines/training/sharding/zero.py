@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
+from types import MappingProxyType
 from typing import Any
 from weakref import WeakMethod
 
@@ -38,6 +39,8 @@ class ZeroSharded:
     - With bfloat16 or `offload` the shard is a separate tensor; otherwise it is a view of the full
       parameter.
     """
+
+    elsewhere: Mapping[str, tuple[int, ...]] = MappingProxyType({})
 
     def __init__(
         self,

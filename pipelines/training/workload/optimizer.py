@@ -111,9 +111,10 @@ def state_templates(
     """The optimizer state of parameters of these names and numbers of dims.
 
     Steps small parameters of shape (2, 3, ...) once. State of the parameter's shape holds a value
-    for each element; state of shape () holds one for the parameter. Other state has the size 1 in
-    some dims of the parameter, as a sum over them; see `state_shape`. Where the optimizer does not
-    begin with zeros, `BEGUN` is part of it. Raises `UserError` for an optimizer with other state.
+    for each element; state of shape () holds one for the parameter. Each size of other state is 1,
+    as of a sum, or that of a dim of the parameter, as of a preconditioner; see `state_shape`. Where
+    the optimizer does not begin with zeros, `BEGUN` is part of it. Raises `UserError` for an
+    optimizer with other state.
     """
     optimizer, small = _stepped_once(optimizer_factory, num_dims, dtype)
     templates = {
@@ -125,38 +126,44 @@ def state_templates(
             _refuse_other_state(optimizer, name, key, value, small[name].shape)
     kinds = kinds_of(optimizer, small)
     some = {names[0]: num_dims[names[0]] for names in kinds}
-    zeros = {
-        name: {key: torch.zeros_like(value) for key, value in templates[name].items()}
-        for name in some
-    }
-    from_zeros, others = _stepped_once(optimizer_factory, some, dtype, zeros)
     for names in kinds:
-        own, other = small[names[0]], others[names[0]]
-        pairs = [(own, other)]
-        keys = zeros[names[0]]
-        pairs += [(optimizer.state[own][key], from_zeros.state[other][key]) for key in keys]
-        if not all(torch.equal(*pair) for pair in pairs):
+        first = names[0]
+        stepped = {first: small[first], **templates[first]}
+        if not _begins_with_zeros(optimizer_factory, some, first, stepped):
             for name in names:
                 templates[name][BEGUN] = torch.zeros(())
     return templates
+
+
+def _begins_with_zeros(
+    factory: OptimizerFactory, num_dims: Mapping[str, int], name: str, stepped: Mapping[str, Tensor]
+) -> bool:
+    """Whether a first step from a state of zeros makes the same parameter, and state by its keys,
+    as the optimizer's own first step."""
+    zeros = {key: torch.zeros_like(value) for key, value in stepped.items() if key != name}
+    dtype = stepped[name].dtype
+    try:
+        optimizer, small = _stepped_once(factory, num_dims, dtype, {name: zeros})
+    except Exception:  # zeros may not be a state at all, as for a matrix that is inverted
+        return False
+    from_zeros = {name: small[name], **optimizer.state[small[name]]}
+    return all(torch.equal(value, from_zeros[key]) for key, value in stepped.items())
 
 
 def _stepped_once(
     factory: OptimizerFactory,
     num_dims: Mapping[str, int],
     dtype: torch.dtype,
-    states: Mapping[str, dict[str, Tensor]] | None = None,
+    states: Mapping[str, dict[str, Tensor]] = MappingProxyType({}),
 ) -> tuple[Optimizer, dict[str, Tensor]]:
     """An optimizer after one step of small parameters with gradients of 1. It begins with its own
-    state, or with these."""
-    small = {
-        name: torch.ones(tuple(range(2, 2 + ndim)), dtype=dtype) for name, ndim in num_dims.items()
-    }
+    state, or for some parameters with these."""
+    small = {name: torch.ones(_trial_shape(ndim), dtype=dtype) for name, ndim in num_dims.items()}
     optimizer = factory.build(list(small.items()))
     prepare_trial(optimizer)
     for name, weight in small.items():
         weight.grad = torch.ones_like(weight)
-        if states is not None:
+        if name in states:
             optimizer.state[weight] = dict(states[name])
     optimizer.step()
     return optimizer, small
@@ -201,24 +208,33 @@ def _refuse_other_state(
             f"optimizer {kind}: keeps {key} of {name} as {type(value).__name__}: optimizer state "
             "must be tensors"
         )
-    is_like_it = all(size in (1, whole) for size, whole in zip(value.shape, shape, strict=False))
-    if value.ndim and not (value.ndim == len(shape) and is_like_it):
+    if any(size not in (1, *shape) for size in value.shape):
         raise UserError(
             f"optimizer {kind}: keeps {key} of shape {tuple(value.shape)} for a parameter of "
-            f"shape {tuple(shape)}: only state of the parameter's shape, of size 1 in some of its "
-            "dims, or of shape () can be resharded"
+            f"shape {tuple(shape)}: only state whose sizes are 1 or sizes of the parameter, or of "
+            "shape (), can be resharded"
         )
 
 
 def state_shape(template: Tensor, shape: Sequence[int]) -> tuple[int, ...]:
     """The shape of an optimizer state for a parameter of this shape, by its template."""
-    sizes = zip(template.shape, shape, strict=False)
-    return tuple(1 if size == 1 else whole for size, whole in sizes)
+    return tuple(1 if size == 1 else shape[_dim_of(size)] for size in template.shape)
 
 
-def is_elementwise(template: Tensor) -> bool:
-    """Whether an optimizer state has the parameter's shape, so that it is sharded as it is."""
-    return bool(template.ndim) and 1 not in template.shape
+def is_elementwise(template: Tensor, ndim: int) -> bool:
+    """Whether the state of a parameter of `ndim` dims has its shape, so that it is sharded as it
+    is."""
+    return bool(ndim) and tuple(template.shape) == _trial_shape(ndim)
+
+
+def _trial_shape(ndim: int) -> tuple[int, ...]:
+    """The shape of a small parameter: its sizes differ, so that state shows which it has."""
+    return tuple(range(2, 2 + ndim))
+
+
+def _dim_of(size: int) -> int:
+    """The dim of a small parameter that has this size."""
+    return size - 2
 
 
 class LocalOptimizer:
@@ -236,17 +252,20 @@ class LocalOptimizer:
     ) -> None:
         """Take the local shards, and the state of each by the keys of `state_templates`.
 
-        A state that has not begun is filled by the shard's first step.
+        A state that has not begun is filled by the shard's first step. A shard without a state is
+        another rank's, and gets no gradients.
         """
         self.shards = dict(shards)
         self._waiting: dict[str, dict[str, Tensor]] = {}
         """The state of the shards that have not begun, by name."""
-        self._begun = {name: state[name][BEGUN] for name in shards if BEGUN in state[name]}
+        self._stateful = [name for name in shards if name in state]
+        self._begun = {name: state[name][BEGUN] for name in self._stateful if BEGUN in state[name]}
         self._factory = optimizer_factory
         self.optimizer = optimizer_factory.build(list(shards.items()))
         for group in self.optimizer.param_groups:
             group.setdefault(INITIAL_LR, float(group["lr"]))
-        for name, shard in shards.items():
+        for name in self._stateful:
+            shard = shards[name]
             own = {key: value for key, value in state[name].items() if key != BEGUN}
             begun = self._begun.get(name)
             if begun is not None and not begun.is_meta and not begun:
@@ -255,10 +274,10 @@ class LocalOptimizer:
                 self.optimizer.state[shard] = own
 
     def state(self) -> dict[str, dict[str, Tensor]]:
-        """The live optimizer state of each shard."""
+        """The live optimizer state of each shard that has one."""
         live = {}
-        for name, shard in self.shards.items():
-            own = self._waiting.get(name) or self.optimizer.state[shard]
+        for name in self._stateful:
+            own = self._waiting.get(name) or self.optimizer.state[self.shards[name]]
             begun = {BEGUN: self._begun[name]} if name in self._begun else {}
             live[name] = {**own, **begun}
         return live

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
 
 from elastic.geometry.regions import Region
-from elastic.geometry.tensor_specs import Kind, TensorSpec
+from elastic.geometry.tensor_specs import Kind, Ownership, TensorSpec, deal_out
 from pipelines.settings import TrainSettings
 from pipelines.training.workload.initial_values import slices_of
 from pipelines.training.workload.optimizer import (
@@ -25,6 +25,9 @@ from pipelines.training.workload.workload import ModelShape, Style, Workload, no
 OPTIMIZER = "optimizer."
 SCRIPT = OPTIMIZER + "script"
 """What a script changes has this name, or one that begins with it and a slash."""
+NUMBER_SHAPES = {False: (), True: (1,)}
+"""The shape of a number in the optimizer state of a parameter, by whether one rank owns it: only a
+tensor with a dim can have an empty part, as the other ranks do."""
 TP_DIMS: dict[Style, int] = {"colwise": 0, "logits": 0, "vocabulary": 0, "rowwise": 1}
 """The dim of a weight that `tp` shards, by its module's style; a bias without that dim is
 replicated."""
@@ -60,7 +63,8 @@ def state_specs(workload: Workload, settings: TrainSettings) -> tuple[TensorSpec
     the parameter: dim 0 over `fsdp`.
     """
     module = build_on_meta(workload, settings)
-    builder = SpecBuilder(workload.shape())
+    owners = ownerships(workload, module)
+    builder = SpecBuilder(workload.shape(), owners)
     parameters = dict(module.named_parameters())
     specs = [builder.spec(name, value, "parameter") for name, value in parameters.items()]
     specs += [builder.spec(name, value, "buffer") for name, value in buffers(module)]
@@ -69,9 +73,10 @@ def state_specs(workload: Workload, settings: TrainSettings) -> tuple[TensorSpec
     for name, template in templates.items():
         parameter = parameters[name]
         for key, value in template.items():
-            like = parameter.new_empty(state_shape(value, parameter.shape), dtype=value.dtype)
+            shape = state_shape(value, parameter.shape)
+            like = parameter.new_empty(shape or NUMBER_SHAPES[name in owners], dtype=value.dtype)
             spec = builder.spec(name, like, "optimizer", optimizer_name(name, key))
-            if not is_elementwise(value):
+            if name not in owners and not is_elementwise(value, parameter.ndim):
                 spec = replace(spec, fsdp_dim=None, tp_dim=None, ep_dim=None)
             specs.append(spec)
     for name, value in optimizer_factory.script_state.items():
@@ -79,6 +84,17 @@ def state_specs(workload: Workload, settings: TrainSettings) -> tuple[TensorSpec
             TensorSpec(SCRIPT + name, tuple(value.shape), name_of(value.dtype), kind="script")
         )
     return tuple(specs)
+
+
+def ownerships(workload: Workload, module: nn.Module) -> dict[str, Ownership]:
+    """The ownership of the parameters that one rank must update whole, by their names in the
+    module of all stages."""
+    whole = {
+        name: parameter.numel()
+        for name, parameter in module.named_parameters()
+        if name in workload.whole_parameters
+    }
+    return dict(zip(whole, deal_out(list(whole.values())), strict=True))
 
 
 def is_of_script(name: str) -> bool:
@@ -102,8 +118,10 @@ def trained_dims(module: nn.Module) -> dict[str, int]:
 class SpecBuilder:
     """Builds tensor specs: the layer of a tensor, and the dim that each axis shards."""
 
-    def __init__(self, shape: ModelShape) -> None:
+    def __init__(self, shape: ModelShape, owners: Mapping[str, Ownership]) -> None:
+        """`owners` are those of the parameters that one rank updates whole."""
         self.shape = shape
+        self.owners = owners
         self.costs = tuple(layer.cost for layer in shape.layers)
         self.layer_of = {
             module: number for number, layer in enumerate(shape.layers) for module in layer.modules
@@ -124,6 +142,7 @@ class SpecBuilder:
             ep_dim=0 if sharded and expert else None,
             kind=kind,
             layer_costs=self.costs if layer is not None else (),
+            ownership=self.owners.get(owner),
         )
 
     def layer(self, owner: str) -> int | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Literal, NamedTuple, Protocol
 
@@ -173,6 +173,13 @@ class Workload(OutputLoss, Protocol):
     @property
     def optimizer_factory(self) -> OptimizerFactory | None:
         """The optimizer and its schedule; None: AdamW from the run's settings."""
+
+    @property
+    def whole_parameters(self) -> Collection[str]:
+        """The parameters whose optimizer needs them whole, not parts of them; see `OwnedSharded`.
+
+        It may take seconds once.
+        """
 
     @property
     def metrics(self) -> Mapping[str, Metric]:
