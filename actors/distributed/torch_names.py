@@ -20,7 +20,7 @@ PROVEN = ("2.13.0",)
 
 NAMES: dict[str, tuple[str, ...]] = {
     "torch": ("_foreach_copy_", "_foreach_mul_", "_foreach_norm"),
-    "torch.Tensor": ("_is_view", "_version"),
+    "torch.Tensor": ("_backward_hooks", "_is_view", "_post_accumulate_grad_hooks", "_version"),
     "torch.UntypedStorage": ("_cdata",),
     "torch._C": ("_SetExcludeDispatchKeyGuard", "_distributed_c10d"),
     "torch._C.DispatchKey": ("ADInplaceOrView",),

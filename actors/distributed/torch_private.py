@@ -100,6 +100,14 @@ def num_changes(tensor: Tensor) -> int:
     return tensor._version
 
 
+def has_gradient_hook(parameter: Tensor) -> bool:
+    """Whether a function is registered that is called with the parameter's gradient.
+
+    No public function tells.
+    """
+    return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
 def detached_in_mode(tensor: Tensor) -> Tensor:
     """A detached view that shares the tensor's number of changes, in a dispatch mode too.
 

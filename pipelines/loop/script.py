@@ -110,7 +110,7 @@ def _declare(declaration: Declaration) -> Iterator[Step]:
 
 def _copied(model: nn.Module) -> nn.Module:
     """A copy of the declared module; on the meta device if that is the default device."""
-    memo: dict[int, Tensor] = {}
+    memo: dict[int, Any] = {}
     if torch.get_default_device().type == "meta":
         for parameter in model.parameters():
             empty = torch.empty_like(parameter, device="meta")

@@ -71,6 +71,21 @@ MISTAKES = {
     "loss as a number": (BACKWARD, "step.backward(loss.item())", "got float: pass the loss itself"),
     "other model": ("model(x), y", "other(x), y", "do not depend on the model's parameters"),
     "unread microbatches": (BACKWARD, f"{BACKWARD}; break", "without `break`"),
+    "clipping a list": (
+        STEP,
+        "nn.utils.clip_grad_norm_(optimizer.param_groups[0]['params'], 1)",
+        "max_grad_norm=",
+    ),
+    "hook on a gradient": (
+        PREPARE,
+        f"model[0].weight.register_hook(lambda g: g / 2); {PREPARE}",
+        "0.weight has a hook on its gradient",
+    ),
+    "part taken before": (
+        "model(x), y",
+        "model[2](model[1](first(x))), y",
+        "linear of a parameter, or of a part, that was taken out of the model before the loop",
+    ),
     "clipping": (STEP, "nn.utils.clip_grad_norm_(model.parameters(), 1)", "max_grad_norm="),
     "closure": (STEP, "optimizer.step(lambda: loss)", "optimizer.step(closure): a run computes"),
     "no block": ("with step:", "if True:", "exist only within `with step:`"),
@@ -120,8 +135,9 @@ def test_mistake_of_a_script_is_refused_with_its_line(name: str, tmp_path: Path,
     correct, mistaken, message = MISTAKES[name]
     assert correct in SCRIPT
     text = SCRIPT.replace(correct, mistaken, 1)
-    if name == "other model":
-        text = text.replace("    optimizer = ", "    other = nn.Linear(4, 3)\n    optimizer = ", 1)
+    for variable, value in (("other", "nn.Linear(4, 3)"), ("first", "model[0]")):
+        if f"{variable}(x)" in mistaken:
+            text = text.replace("    optimizer", f"    {variable} = {value}\n    optimizer", 1)
     script = tmp_path / "script.py"
     script.write_text(text)
     line = refuse_script(script, capsys)

@@ -2,15 +2,35 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from enum import Enum
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from actors.distributed.torch_private import norms_of, num_changes
+from actors.distributed.torch_private import has_gradient_hook, norms_of, num_changes
 from pipelines.loop.prepared.errors import LoopMisused
+
+
+METHODS = {
+    "__len__",
+    "data_ptr",
+    "dim",
+    "element_size",
+    "get_device",
+    "is_complex",
+    "is_contiguous",
+    "is_floating_point",
+    "nelement",
+    "numel",
+    "requires_grad_",
+    "size",
+    "stride",
+}
+"""Methods of a tensor that do not depend on its values."""
+VALUES = {"H", "T", "data", "grad", "imag", "mH", "mT", "real"}
+"""Attributes that do."""
 
 
 class Moment(Enum):
@@ -64,8 +84,18 @@ class ScriptMoment:
         """Of the parameters as they were gathered: a change through `.data` is not counted."""
 
     def watch(self, module: nn.Module) -> None:
-        """Watch a declared model's parameters: in the loop only the run may change them."""
+        """Watch a declared model's parameters: in the loop only the run may change them, and within
+        a step they have old values. Raises `LoopMisused` for one whose gradient has a hook."""
         self._watched += module.parameters()
+        kind = _watched_by(self)
+        for name, parameter in module.named_parameters():
+            if has_gradient_hook(parameter):
+                raise LoopMisused(
+                    f"run.prepare: {name} has a hook on its gradient, which the run would not "
+                    "call: change the loss instead, or freeze what is not trained"
+                )
+            if type(parameter) is nn.Parameter or isinstance(parameter, WatchedParameter):
+                parameter.__class__ = kind
 
     @property
     def moment(self) -> Moment:
@@ -120,6 +150,31 @@ class ScriptMoment:
                 "of run.evaluation; use the argument there"
             )
 
+    def refuse_values(self, function: Any, arguments: Sequence[Any]) -> None:
+        """Raise `LoopMisused` where a function uses the values, or the gradient, of a declared
+        parameter within a step: those that are trained there are others."""
+        if self.step is None or not self._is_script():
+            return
+        name, attribute = function.__name__, ""
+        if name in ("__get__", "__set__"):
+            attribute = function.__self__.__name__
+        is_getter = name == "__get__" and attribute not in VALUES
+        is_dropped = name == "__set__" and attribute == "grad" and arguments[1] is None
+        if is_getter or is_dropped or name in METHODS:
+            return
+        if attribute == "grad":
+            raise LoopMisused(
+                f"step {self.step.number}: .grad of a parameter that was taken out of the model "
+                "before the loop: within a step the gradients are those of this worker's part of "
+                "the model; clip them with run.steps(..., max_grad_norm=...), whose norm is in the "
+                "metrics"
+            )
+        raise LoopMisused(
+            f"step {self.step.number}: {attribute or name} of a parameter, or of a part, that was "
+            "taken out of the model before the loop: it has old values there; take it out of the "
+            "model again, as in model.encoder(x)"
+        )
+
     def refuse_unread(self) -> None:
         """Raise `LoopMisused` within `step.batches()`: workers have different numbers of them."""
         if self.step is not None and self.step.is_reading:
@@ -147,3 +202,27 @@ class ScriptMoment:
     def _current_norms(self) -> list[float]:
         with torch.no_grad():
             return torch.stack(norms_of(self._watched)).tolist() if self._watched else []
+
+
+class WatchedParameter(nn.Parameter):
+    """A parameter of a declared model, which a script may hold since before its loop."""
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> nn.Parameter:
+        """A copy is the script's own."""
+        copied = nn.Parameter(self.detach().clone(), self.requires_grad)
+        memo[id(self)] = copied
+        return copied
+
+
+def _watched_by(at: ScriptMoment) -> type[WatchedParameter]:
+    """A class of parameters whose values are refused within a step."""
+
+    class Watched(WatchedParameter):
+        @classmethod
+        def __torch_function__(
+            cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            at.refuse_values(function, args)
+            return nn.Parameter.__torch_function__(function, types, args, kwargs or {})
+
+    return Watched
