@@ -10,7 +10,7 @@ from inspect import Parameter, signature
 from typing import Any, Literal, NoReturn
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from actors.runtime.program import Evaluation
 from pipelines.loop.declaration import Declaration, NotDeclared

@@ -12,7 +12,6 @@ from torch import Tensor, nn
 from actors.distributed.torch_private import has_gradient_hook, norms_of, num_changes
 from pipelines.loop.prepared.errors import LoopMisused
 
-
 METHODS = {
     "__len__",
     "data_ptr",
