@@ -103,7 +103,7 @@ def num_changes(tensor: Tensor) -> int:
 def has_gradient_hook(parameter: Tensor) -> bool:
     """Whether a function is registered that is called with the parameter's gradient.
 
-    No public function tells.
+    No public function says so.
     """
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
 
