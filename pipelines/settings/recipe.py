@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Protocol
 
 from torch import Tensor, nn
 from torch.optim import Optimizer
@@ -47,8 +47,9 @@ class Recipe:
     the children of each list of modules of one class.
 
     `plan` names the linear layers and embeddings that `tp` shards, e.g.
-    `{"layers.*.up": "colwise", "layers.*.down": "rowwise"}`. `tp` must divide `tp_divides`, e.g.
-    the number of heads (None: the greatest common divisor of the sharded widths). `pipeline` names
+    `{"layers.*.up": "colwise", "layers.*.down": "rowwise"}`, or with torch's parallel styles, such
+    as `ColwiseParallel()`. `tp` must divide `tp_divides`, e.g. the number of heads (None: the
+    greatest common divisor of the sharded widths). `pipeline` names
     the blocks that `pp` distributes to stages, in forward order, e.g.
     `["embed", "layers.*", "head"]`; a star stands for each number. The module's forward must call
     each block with the output of the block before, one tensor.
@@ -72,7 +73,7 @@ class Recipe:
     evaluation: Callable[[nn.Module, Any], Losses] | None = None
     metrics: Mapping[str, Callable[[nn.Module, Any], Losses]] = field(default_factory=dict)
     blocks: Sequence[str | type[nn.Module]] | None = None
-    plan: Mapping[str, Literal["colwise", "rowwise"]] = field(default_factory=dict)
+    plan: Mapping[str, Any] = field(default_factory=dict)
     tp_divides: int | None = None
     pipeline: Sequence[str] = ()
     begin_reader: Callable[[int], None] | None = None

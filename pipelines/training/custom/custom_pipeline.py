@@ -110,7 +110,7 @@ def _has_sharded_output(
 ) -> bool:
     """Whether `tp` shards the output of these blocks: a colwise layer without a rowwise one."""
     names = [name for name, _ in module.named_modules() if any(_is_within(name, p) for p in parts)]
-    used = [styles.get(starred(name)) for name in names]
+    used = [styles.get(name) for name in names]
     return "colwise" in used and "rowwise" not in used
 
 

@@ -28,7 +28,13 @@ SCRIPT = OPTIMIZER + "script"
 NUMBER_SHAPES = {False: (), True: (1,)}
 """The shape of a number in the optimizer state of a parameter, by whether one rank owns it: only a
 tensor with a dim can have an empty part, as the other ranks do."""
-TP_DIMS: dict[Style, int] = {"colwise": 0, "logits": 0, "vocabulary": 0, "rowwise": 1}
+TP_DIMS: dict[Style, int] = {
+    "colwise": 0,
+    "colwise_gathered": 0,
+    "logits": 0,
+    "vocabulary": 0,
+    "rowwise": 1,
+}
 """The dim of a weight that `tp` shards, by its module's style; a bias without that dim is
 replicated."""
 

@@ -16,7 +16,15 @@ from pipelines.training.workload.optimizer import OptimizerFactory
 from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups
 
 Style = Literal[
-    "colwise", "rowwise", "sequence", "gather", "vocabulary", "logits", "replicated", "partial"
+    "colwise",
+    "colwise_gathered",
+    "rowwise",
+    "sequence",
+    "gather",
+    "vocabulary",
+    "logits",
+    "replicated",
+    "partial",
 ]
 """How tensor parallelism treats a module: see `tensor_parallel` and, without
 sequence parallelism, `pipelines.training.tensor.unsharded_hidden`."""
@@ -50,7 +58,8 @@ class ModelShape:
 
     - `layers`: the pipeline layers in forward order.
     - `limits`: the maximum degrees of the axes.
-    - `styles`: the `tp` style by module name, where `*` matches any layer number.
+    - `styles`: the `tp` style by module name, where `*` matches any layer number; a name without
+      stars comes first.
     - `experts`: suffixes of the names of the parameters that `ep` shards, in dim 0.
     - `sequence_parallel`: if False, each `tp` rank has the hidden states of all tokens.
     - `make_substitute` makes the substitute for a module that a pipeline stage lacks.
@@ -67,7 +76,7 @@ class ModelShape:
 
     def style_of(self, module: str) -> Style | None:
         """How tensor parallelism treats the module of this name."""
-        return self.styles.get(starred(module))
+        return self.styles.get(module) or self.styles.get(starred(module))
 
 
 PADDING = -1

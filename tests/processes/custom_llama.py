@@ -1,0 +1,172 @@
+"""A recipe of a small Llama with the plans of torch's tutorial and of torchtitan, and its plain
+loop."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+from torch.distributed.tensor import Replicate, Shard
+from torch.distributed.tensor.parallel import (
+    ColwiseParallel,
+    PrepareModuleInput,
+    RowwiseParallel,
+    SequenceParallel,
+)
+from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
+
+from elastic.geometry.sample_order import sample_of
+from pipelines.run.recipes import with_custom_model
+from pipelines.settings import TrainSettings
+from pipelines.settings.recipe import Recipe
+
+NUM_SAMPLES, LENGTH, WIDTH, HEADS, VOCABULARY = 32, 6, 16, 4, 11
+SETTINGS = TrainSettings(batch=8, microbatch=2, steps=16, dtype="float64", seed=5)
+
+LAYER_OF_TUTORIAL = {
+    "attention_norm": SequenceParallel(),
+    "attention": PrepareModuleInput(
+        input_layouts=(Shard(1), Replicate()),
+        desired_input_layouts=(Replicate(), Replicate()),
+    ),
+    "attention.wq": ColwiseParallel(use_local_output=False),
+    "attention.wk": ColwiseParallel(use_local_output=False),
+    "attention.wv": ColwiseParallel(use_local_output=False),
+    "attention.wo": RowwiseParallel(output_layouts=Shard(1)),
+    "ffn_norm": SequenceParallel(),
+    "feed_forward": PrepareModuleInput(
+        input_layouts=(Shard(1),),
+        desired_input_layouts=(Replicate(),),
+    ),
+    "feed_forward.w1": ColwiseParallel(),
+    "feed_forward.w2": RowwiseParallel(output_layouts=Shard(1)),
+    "feed_forward.w3": ColwiseParallel(),
+}
+LAYER_OF_TITAN = LAYER_OF_TUTORIAL | {
+    "attention": PrepareModuleInput(
+        input_layouts=(Shard(1), None),
+        desired_input_layouts=(Replicate(), None),
+    ),
+    "attention.wq": ColwiseParallel(),
+    "attention.wk": ColwiseParallel(),
+    "attention.wv": ColwiseParallel(),
+}
+OUTSIDE = {
+    "tok_embeddings": RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1)),
+    "norm": SequenceParallel(),
+    "output": ColwiseParallel(input_layouts=Shard(1), output_layouts=Replicate()),
+}
+OUTSIDE_OF_TITAN = OUTSIDE | {
+    "output": ColwiseParallel(
+        input_layouts=Shard(1), output_layouts=Shard(-1), use_local_output=False
+    ),
+}
+
+
+def plan_of(outside, layer):
+    return outside | {f"layers.*.{name}": style for name, style in layer.items()}
+
+
+class Tokens:
+    def __len__(self) -> int:
+        return NUM_SAMPLES
+
+    def __getitem__(self, index: int) -> torch.Tensor:
+        generator = torch.Generator().manual_seed(index)
+        return torch.randint(VOCABULARY, (LENGTH + 1,), generator=generator)
+
+
+def rotated(heads: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
+    pairs = torch.view_as_complex(heads.unflatten(-1, (-1, 2)))
+    return torch.view_as_real(pairs * freqs_cis[:, None]).flatten(3)
+
+
+class Attention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wq, self.wk, self.wv, self.wo = (nn.Linear(WIDTH, WIDTH, False) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
+        size = WIDTH // HEADS
+        q, k, v = (layer(x).unflatten(-1, (-1, size)) for layer in (self.wq, self.wk, self.wv))
+        q, k = rotated(q, freqs_cis), rotated(k, freqs_cis)
+        heads = [part.transpose(1, 2) for part in (q, k, v)]
+        attended = scaled_dot_product_attention(*heads, is_causal=True)
+        return self.wo(attended.transpose(1, 2).flatten(2))
+
+
+class FeedForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1, self.w3 = (nn.Linear(WIDTH, 2 * WIDTH, False) for _ in range(2))
+        self.w2 = nn.Linear(2 * WIDTH, WIDTH, False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(silu(self.w1(x)) * self.w3(x))
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.attention, self.feed_forward = Attention(), FeedForward()
+        self.attention_norm, self.ffn_norm = nn.RMSNorm(WIDTH), nn.RMSNorm(WIDTH)
+
+    def forward(self, x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
+        x = x + self.attention(self.attention_norm(x), freqs_cis)
+        return x + self.feed_forward(self.ffn_norm(x))
+
+
+class Llama(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tok_embeddings = nn.Embedding(VOCABULARY, WIDTH)
+        self.layers = nn.ModuleDict({str(number): Block() for number in range(2)})
+        self.norm = nn.RMSNorm(WIDTH)
+        self.output = nn.Linear(WIDTH, VOCABULARY, bias=False)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.tok_embeddings(tokens)
+        positions = torch.arange(tokens.shape[1], dtype=x.dtype)
+        angles = positions[:, None] / 10.0 ** torch.arange(WIDTH // HEADS // 2)
+        freqs_cis = torch.polar(torch.ones_like(angles), angles)
+        for layer in self.layers.values():
+            x = layer(x, freqs_cis)
+        return self.output(self.norm(x))
+
+
+def loss(model, batch):
+    logits = model(batch[:, :-1]).flatten(0, 1)
+    losses = cross_entropy(logits, batch[:, 1:].flatten(), reduction="none")
+    return losses.view(len(batch), -1).mean(1)
+
+
+def optimizer(named):
+    return torch.optim.SGD(named, lr=0.2, momentum=0.9)
+
+
+def of_tutorial() -> Recipe:
+    plan = plan_of(OUTSIDE, LAYER_OF_TUTORIAL)
+    return Recipe(Llama, loss, optimizer, Tokens, SETTINGS, plan=plan, tp_divides=HEADS)
+
+
+def of_titan() -> Recipe:
+    return replace(of_tutorial(), plan=plan_of(OUTSIDE_OF_TITAN, LAYER_OF_TITAN))
+
+
+CUSTOM_SETTINGS = with_custom_model(of_tutorial()).settings
+
+
+def train_in_one_process() -> list[float]:
+    torch.manual_seed(SETTINGS.seed)
+    net, data, losses = Llama().double(), Tokens(), []
+    sgd = optimizer(list(net.named_parameters()))
+    for step in range(SETTINGS.steps):
+        first = step * SETTINGS.batch
+        ids = [sample_of(SETTINGS.seed, first + i, NUM_SAMPLES) for i in range(SETTINGS.batch)]
+        mean = loss(net, torch.stack([data[index] for index in ids])).mean()
+        mean.backward()
+        sgd.step()
+        sgd.zero_grad()
+        losses.append(mean.item())
+    return losses
