@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import torch
 from torch import nn
-from torch.nn.functional import cross_entropy
+from torch.nn.functional import cross_entropy, dropout
 
-from elastic.geometry.sample_order import sample_of
+from elastic.geometry.sample_order import keyed_seed, microbatch_seed, sample_of
 from pipelines.run.recipes import with_custom_model
 from pipelines.settings import TrainSettings
 from pipelines.settings.recipe import Recipe
+from pipelines.training.workload.seeds import forward_seed
 
 NUM_SAMPLES, LENGTH, WIDTH, VOCABULARY = 40, 5, 8, 11
 NUM_EVALUATED = 7
@@ -37,7 +40,7 @@ class Tokens:
 
 
 class Mixer(nn.Module):
-    """A chain with BatchNorm, and a buffer that does not change."""
+    """A chain with BatchNorm, dropout, and a buffer that does not change."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -47,7 +50,8 @@ class Mixer(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         mixed = hidden + self.norm(hidden).mean(1, keepdim=True) * self.scale
-        return mixed + self.down(self.up(mixed).relu())
+        wide = dropout(self.up(mixed).relu(), 0.2, self.training)
+        return dropout(mixed + self.down(wide), 0.1, self.training)
 
 
 class Net(nn.Module):
@@ -68,9 +72,15 @@ class Net(nn.Module):
 
 
 def loss(model, batch):
-    """The loss over the known tokens, whose number differs between microbatches."""
-    logits, targets = model(batch["tokens"]).flatten(0, 1), batch["targets"].flatten()
-    return cross_entropy(logits, targets, reduction="sum"), (targets != -100).sum()
+    """The loss over the known tokens, whose number differs between microbatches. In training it
+    draws before and after the model."""
+    tokens, targets = batch["tokens"], batch["targets"].flatten()
+    if model.training:
+        tokens = torch.where(torch.rand(tokens.shape) < 0.1, 0, tokens)
+    total = cross_entropy(model(tokens).flatten(0, 1), targets, reduction="sum")
+    if model.training:
+        total = total * (1 + 0.1 * torch.rand(()))
+    return total, (targets != -100).sum()
 
 
 def accuracy(model, batch):
@@ -108,11 +118,11 @@ def train_in_one_process(
     torch.manual_seed(SETTINGS.seed)
     net, data = Net().double(), Tokens()
     sgd = optimizer([(name, p) for name, p in net.named_parameters() if p.requires_grad])
-    losses, evaluations = [], {}
+    losses, evaluations, seeds = [], {}, SeedsOfBlocks(net)
     for step in range(1, SETTINGS.steps + 1):
         first = (step - 1) * SETTINGS.batch
         ids = [sample_of(SETTINGS.seed, first + i, NUM_SAMPLES) for i in range(SETTINGS.batch)]
-        losses.append(accumulate_gradients(net, [data[index] for index in ids], microbatch))
+        losses.append(accumulate_gradients(net, [data[i] for i in ids], microbatch, step, seeds))
         torch.nn.utils.clip_grad_norm_(net.parameters(), MAX_NORM)
         sgd.step()
         sgd.zero_grad()
@@ -126,7 +136,25 @@ def train_in_one_process(
     return losses, evaluations, net.state_dict()
 
 
-def accumulate_gradients(net, samples, microbatch: int) -> float:
+class SeedsOfBlocks:
+    """Seeds at the beginning of each block of a net in training, and behind the last."""
+
+    def __init__(self, net: Net) -> None:
+        self.net, self.seed = net, 0
+        for number, block in enumerate([net.embed, *net.layers, net.head]):
+            block.register_forward_pre_hook(partial(self.enter, number))
+        net.head.register_forward_hook(partial(self.enter, number + 1))
+
+    def begin(self, seed: int) -> None:
+        self.seed = seed
+        torch.manual_seed(forward_seed(seed))
+
+    def enter(self, number: int, *ignored) -> None:
+        if self.net.training:
+            torch.manual_seed(keyed_seed("block", self.seed, number))
+
+
+def accumulate_gradients(net, samples, microbatch: int, step: int, seeds: SeedsOfBlocks) -> float:
     """Run forward and backward passes; all microbatches start with the same buffers.
 
     Afterwards each buffer is the mean over the microbatches.
@@ -137,6 +165,7 @@ def accumulate_gradients(net, samples, microbatch: int) -> float:
     for first in range(0, len(samples), microbatch):
         for name, buffer in net.named_buffers():
             buffer.copy_(buffers_before[name])
+        seeds.begin(microbatch_seed(SETTINGS.seed, step, first // microbatch))
         total, _ = loss(net, collate_samples(samples[first : first + microbatch]))
         (total / count).backward()
         mean_loss += (total / count).item()

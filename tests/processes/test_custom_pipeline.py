@@ -1,4 +1,4 @@
-"""Custom pipelines: killed and resized runs equal the plain loop."""
+"""Custom pipelines with dropout: killed and resized runs equal the plain loop."""
 
 from __future__ import annotations
 

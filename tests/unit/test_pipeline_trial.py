@@ -82,7 +82,6 @@ def test_chain_of_blocks_is_a_pipeline(max_parameters: int) -> None:
     [
         (lambda: Net(torch.relu), "do not give the output"),
         (lambda: Net(lambda hidden: hidden.detach()), "do not give the gradients"),
-        (lambda: Net(inner=lambda: nn.Dropout(0.1)), "draws random numbers"),
         (lambda: Net(lambda pair: pair[0], Pair), r"layers\.0 .* returns tuple"),
     ],
 )
@@ -94,15 +93,35 @@ def test_modules_that_are_not_a_chain_are_detected(model, message: str) -> None:
     assert "\n" not in reason
 
 
+class NoisyInEvaluation(nn.Module):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return hidden if self.training else hidden + torch.rand_like(hidden)
+
+
 @pytest.mark.parametrize("max_parameters", [BY_SHAPES, 100])
-def test_changing_buffers_are_accepted_and_random_draws_refused(max_parameters: int) -> None:
-    assert (
-        why_no_pipeline(make_workload(lambda: Net(inner=lambda: nn.BatchNorm1d(3))), max_parameters)
-        is None
-    )
-    assert why_no_pipeline(
-        make_workload(lambda: Net(inner=lambda: nn.Dropout(0.1))), max_parameters
-    )
+@pytest.mark.parametrize("inner", [lambda: nn.BatchNorm1d(3), lambda: nn.Dropout(0.5)])
+def test_changing_buffers_and_random_draws_are_accepted(inner, max_parameters: int) -> None:
+    assert why_no_pipeline(make_workload(lambda: Net(inner=inner)), max_parameters) is None
+
+
+def test_random_draws_of_an_evaluation_are_refused() -> None:
+    workload = make_workload(lambda: Net(inner=NoisyInEvaluation))
+    assert "draw only if module.training" in (why_no_pipeline(workload) or "")
+
+
+def noisy_loss(model, batch):
+    return loss(model, batch + torch.rand_like(batch)) * torch.rand(())
+
+
+def test_a_loss_may_draw_before_and_behind_its_module() -> None:
+    settings = TrainSettings(batch=4, microbatch=2)
+    assert why_no_pipeline(make_workload(loss=noisy_loss, settings=settings)) is None
+
+
+@pytest.mark.parametrize("model", [Net, lambda: Net(inner=lambda: nn.Dropout(0.5))])
+def test_blocks_are_seeded_only_if_the_recipe_draws(model) -> None:
+    draws = model is not Net
+    assert (make_workload(model).block_seeds is not None) == draws
 
 
 @pytest.mark.parametrize(
@@ -112,7 +131,6 @@ def test_changing_buffers_are_accepted_and_random_draws_refused(max_parameters: 
         ({"loss": lambda model, batch: model(hidden=batch).mean()}, "with (hidden=)"),
         ({"loss": lambda model, batch: batch.mean()}, "does not call its module"),
         ({"loss": lambda model, batch: loss(model, batch) + model.last.bias.sum()}, "uses last of"),
-        ({"loss": lambda model, batch: loss(model, batch) * torch.rand(())}, "random numbers"),
         ({"loss": compute_under_autocast}, "under autocast"),
         ({"metrics": {"twice": lambda model, batch: loss(model, 2 * batch)}}, "metric twice calls"),
         ({"held_out": lambda: [torch.randn(4, 2) for _ in range(3)]}, "pad samples to one size"),

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from actors.distributed.torch_private import is_view
 from pipelines.errors import UserError
 from pipelines.settings.overrides import similar_names
-from pipelines.training.custom.microbatch_draws import MicrobatchDraws
-from pipelines.training.workload.workload import Layer, Style, starred
+from pipelines.training.custom.microbatch_draws import PassSeeds
+from pipelines.training.workload.workload import Layer, Style, nothing, starred
 
 
 class CustomBatch(NamedTuple):
@@ -29,8 +29,7 @@ class CustomBatch(NamedTuple):
     value: Any
     num_samples: int
     num_held: int
-    draws: MicrobatchDraws | None = None
-    """The context of its forward, if it holds several microbatches that draw."""
+    seeds: PassSeeds | None = None
 
 
 class UnfitForPipeline(UserError):
@@ -148,10 +147,12 @@ def inputs_of(loss: Callable[[Any, Any], Any], batch: Any, training: bool = True
     raise UnfitForPipeline("the recipe's loss does not call its module")
 
 
-def module_returning(output: Tensor, training: bool = True) -> Any:
-    """A substitute module for a loss: returns `output`, once. Raises `UnfitForPipeline` if it is
-    used otherwise."""
-    return _OutputReplay(output, training)
+def module_returning(
+    output: Tensor, training: bool = True, called: Callable[[], None] = nothing
+) -> Any:
+    """A substitute module for a loss: returns `output`, once, after calling `called`. Raises
+    `UnfitForPipeline` if it is used otherwise."""
+    return _OutputReplay(output, training, called)
 
 
 def pad_rows(inputs: Tensor, num_rows: int) -> Tensor:
@@ -224,9 +225,10 @@ class _InputProbe(_Substitute):
 class _OutputReplay(_Substitute):
     """Returns a given output, once."""
 
-    def __init__(self, output: Tensor, training: bool) -> None:
+    def __init__(self, output: Tensor, training: bool, called: Callable[[], None]) -> None:
         super().__init__(training)
         self.output: Tensor | None = output
+        self._called = called
 
     def __call__(self, *inputs: Any, **keywords: Any) -> Tensor:
         output, self.output = self.output, None
@@ -234,6 +236,7 @@ class _OutputReplay(_Substitute):
             raise UnfitForPipeline(
                 "the recipe's loss calls its module twice, but a pipeline runs once"
             )
+        self._called()
         return output if self.training else output.clone()  # a metric may change it in place
 
 

@@ -75,18 +75,21 @@ class CustomPipelined(Pipelined):
         return sums
 
     def _before_pass(self, stage: int, module: nn.Module, inputs: Any) -> None:
+        fed = self._feds[self._num_run[stage]]
+        self.custom_loss.begin_blocks(fed, self._training)
         if self._training:
             self.moving.begin_pass(stage)
 
     def _after_pass(self, stage: int, module: nn.Module, inputs: Any, output: Any) -> None:
         """Count the passes of a stage: a schedule runs its microbatches in order."""
+        fed = self._feds[self._num_run[stage]]
+        self._num_run[stage] += 1
         if self._training:
-            fed = self._feds[self._num_run[stage]]
-            self._num_run[stage] += 1
             self.moving.end_pass(fed.num_samples, stage)
 
     def _inputs(self, fed: CustomBatch) -> Tensor:
         loss, first = self.custom_loss.loss_in(self._training), self.custom_loss.flow[0]
+        self.custom_loss.begin_loss(fed, self._training)
         inputs = pad_rows(inputs_of(loss, fed.value, self._training), len(first))
         refuse_other_tensor(inputs, first, "the recipe's loss calls its module with")
         return inputs
@@ -95,8 +98,10 @@ class CustomPipelined(Pipelined):
         number = int(targets)
         fed = self._feds[number]
         unpadded = unpad_rows(output, fed.num_held, self.num_samples)
+        self.custom_loss.begin_loss(fed, self._training)
+        called = self.custom_loss.behind_blocks
         kinds = [
-            kind(module_returning(unpadded, self._training), fed, self.parallel)
+            kind(module_returning(unpadded, self._training, called), fed, self.parallel)
             for kind in self.custom_loss.kinds(self._training)
         ]
         self._sums[number] = [LossSums(loss.detach(), num_tokens) for loss, num_tokens in kinds]

@@ -39,10 +39,11 @@ from pipelines.training.custom.custom_module import (
     seeded,
 )
 from pipelines.training.custom.custom_optimizer import CustomOptimizerFactory
-from pipelines.training.custom.custom_pipeline import Chain, CustomBatch, inputs_of
+from pipelines.training.custom.custom_pipeline import Chain, CustomBatch, inputs_of, parts_of
 from pipelines.training.custom.custom_shape import shape_of
-from pipelines.training.custom.merge_trial import Merging, try_merging
-from pipelines.training.custom.microbatch_draws import MicrobatchDraws
+from pipelines.training.custom.loss_sums import counted
+from pipelines.training.custom.merge_trial import Merging, draws_at_random, try_merging
+from pipelines.training.custom.microbatch_draws import BlockSeeds, MicrobatchDraws, PassSeeds
 from pipelines.training.custom.optimizer_checks import NOT_CUT, uncut_parameters, why_not_split
 from pipelines.training.custom.pipeline_trial import why_no_pipeline
 from pipelines.training.models.mlp import MlpWorkload
@@ -57,7 +58,6 @@ from pipelines.training.workload.workload import (
     Metric,
     ModelShape,
     SeededSamples,
-    at_least_float32,
     nothing,
 )
 
@@ -98,7 +98,7 @@ class CustomWorkload:
         if not self.num_samples and not isinstance(self.train, Stream | Endless):
             raise UserError("the recipe's data have no sample: their len() is 0")
         self.metrics: dict[str, Metric] = {
-            name: partial(_counted, metric) for name, metric in sorted(recipe.metrics.items())
+            name: partial(counted, metric) for name, metric in sorted(recipe.metrics.items())
         }
         self.values = InitialValues(recipe.model, recipe.settings.seed, most_bytes)
         self.is_miniature = False
@@ -309,12 +309,35 @@ class CustomWorkload:
 
         is_divided = len(seeds) > 1 and self.divides_draws
         draws = MicrobatchDraws(seeds, device) if is_divided else None
-        return batch._replace(value=mapped(fed, batch.value), draws=draws)
+        known = PassSeeds(seeds, device, draws) if seeds else None
+        return batch._replace(value=mapped(fed, batch.value), seeds=known)
 
     def losses(self, module: nn.Module, fed: CustomBatch, parallel: ParallelGroups) -> LossSums:
         self.release()
-        with fed.draws or nullcontext():
-            return _counted(self.loss_in(module.training), module, fed, parallel)
+        if self.block_seeds is not None:
+            self.block_seeds.attach(module)
+        self.begin_blocks(fed, module.training)
+        with (fed.seeds and fed.seeds.draws) or nullcontext():
+            return counted(self.loss_in(module.training), module, fed, parallel)
+
+    @cached_property
+    def block_seeds(self) -> BlockSeeds | None:
+        """The seeds of the blocks, if the recipe has a pipeline and draws."""
+        if not self.recipe.pipeline or not draws_at_random(self):
+            return None
+        return BlockSeeds(parts_of(self.module(), self.recipe.pipeline))
+
+    def begin_loss(self, fed: CustomBatch, training: bool) -> None:
+        if self.block_seeds is not None:
+            self.block_seeds.begin_loss(fed.seeds if training else None)
+
+    def begin_blocks(self, fed: CustomBatch, training: bool) -> None:
+        if self.block_seeds is not None:
+            self.block_seeds.begin_blocks(fed.seeds if training else None)
+
+    def behind_blocks(self) -> None:
+        if self.block_seeds is not None:
+            self.block_seeds.behind_blocks()
 
     def loss_in(self, training: bool) -> Callable[[nn.Module, Any], Losses]:
         """The recipe's loss for training or for evaluation."""
@@ -322,7 +345,7 @@ class CustomWorkload:
 
     def kinds(self, training: bool) -> Sequence[Metric]:
         """The functions computed on a microbatch: the loss and, in evaluation, the metrics."""
-        loss = partial(_counted, self.loss_in(training))
+        loss = partial(counted, self.loss_in(training))
         return [loss, *(() if training else self.metrics.values())]
 
     def num_tokens(self, targets: Tensor) -> Tensor:
@@ -349,48 +372,11 @@ class CustomWorkload:
     def _make_stage(self, module: nn.Module, kept: range) -> None:
         parts = [name for number in kept for name in self._shape.layers[number].modules]
         blocks = [module.get_submodule(name) for name in parts]
+        if self.block_seeds is not None:
+            self.block_seeds.attach(module)
         module.forward = Chain(blocks, self.flow[kept.stop])
 
     def _dataset(self, held_out: bool) -> Dataset:
         if held_out and self.held_out is None:
             raise UserError("eval_every: the recipe has no `held_out` data; give some, or set 0")
         return self.held_out if held_out and self.held_out is not None else self.train
-
-
-def _counted(
-    loss: Callable[[nn.Module, Any], Losses],
-    module: nn.Module,
-    fed: CustomBatch,
-    parallel: ParallelGroups,
-) -> LossSums:
-    """The sums of a recipe's function on a microbatch; zero on a padding microbatch."""
-    sums = loss_sums_of(loss(module, fed.value), fed.num_held)
-    if fed.num_samples:
-        return sums
-    return LossSums(sums.loss * 0.0, torch.zeros_like(sums.num_tokens))
-
-
-def loss_sums_of(losses: Losses, num_samples: int) -> LossSums:
-    """The sum and the count of a microbatch's losses, from either form that a loss may return.
-
-    Raises `UserError` for any other form.
-    """
-    match losses:
-        case Tensor() if losses.shape == (num_samples,) and num_samples > 1:
-            total = at_least_float32(losses).sum()
-            return LossSums(total, torch.tensor(num_samples, device=total.device))
-        case Tensor() if losses.numel() == 1:
-            loss = at_least_float32(losses if losses.dim() == 0 else losses.reshape(()))
-            return LossSums(loss * num_samples, torch.tensor(num_samples, device=loss.device))
-        case (Tensor() as total, count) if total.numel() == 1:
-            total = at_least_float32(total.reshape(()))
-            return LossSums(total, torch.as_tensor(count, device=total.device).detach().reshape(()))
-    returned = (
-        f"a tensor of shape {tuple(losses.shape)}"
-        if isinstance(losses, Tensor)
-        else (type(losses).__name__)
-    )
-    raise UserError(
-        f"the recipe's loss returned {returned}: return one loss for each sample, a scalar, their "
-        "mean, or a pair (sum, count), e.g. over tokens"
-    )

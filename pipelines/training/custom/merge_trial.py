@@ -101,6 +101,23 @@ def try_merging(candidate: MergeCandidate, max_parameters: int = MAX_PARAMETERS)
         return Merging(f"the trial of merged microbatches failed: {type(error).__name__}: {reason}")
 
 
+def draws_at_random(candidate: MergeCandidate, max_parameters: int = MAX_PARAMETERS) -> bool:
+    """Whether a training pass of the recipe draws random numbers; also if that is unknown, because
+    the module is too large to be tried out, or fails."""
+    if sum(parameter.numel() for parameter in candidate.module().parameters()) > max_parameters:
+        return True
+    try:
+        with seeded(candidate.settings.seed):
+            size = min(2, candidate.settings.microbatch)
+            batch = candidate.batch_of(candidate.items(candidate.first(size)))
+            module = _module(candidate)
+            states = generator_states(CPU)
+            candidate.recipe.loss(module, candidate.feed(batch, CPU, ALONE).value)
+            return generator_states(CPU) != states
+    except Exception:  # what is wrong with it, the run reports
+        return True
+
+
 def _try_out(candidate: MergeCandidate) -> Merging:
     size = min(2, candidate.settings.microbatch)
     items = candidate.items(candidate.first(2 * size))

@@ -1,39 +1,38 @@
-"""Random draws of a merged pass that equal those of a pass for each of its microbatches."""
+"""Random draws that do not depend on how microbatches are merged into passes, and blocks into
+stages."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
+from weakref import WeakSet
 
 import torch
-from torch import Tensor
-from torch.nn import functional
+from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
-from pipelines.training.workload.seeds import default_generator, forward_seed
-
-ATTENTION = functional.scaled_dot_product_attention
-OF_ELEMENTS: set[Callable[..., Any]] = {
+from elastic.geometry.sample_order import keyed_seed
+from pipelines.reading.pass_reader import seed_host
+from pipelines.training.workload.drawing import (
     ATTENTION,
-    functional.alpha_dropout,
-    functional.dropout,
-    functional.dropout1d,
-    functional.dropout2d,
-    functional.dropout3d,
-    functional.feature_alpha_dropout,
-    torch.bernoulli,
-    torch.dropout,
-    torch.rand_like,
-    torch.randn_like,
-}
-"""Functions that draw for the elements of a tensor."""
-FILLS: set[Callable[..., Any]] = {
-    Tensor.bernoulli_,
-    Tensor.exponential_,
-    Tensor.normal_,
-    Tensor.uniform_,
-}
-"""Methods that fill a tensor with draws."""
+    FILLS,
+    OF_ELEMENTS,
+    first_tensor,
+    has_dropout,
+)
+from pipelines.training.workload.seeds import default_generator, forward_seed, seed_device
+
+
+class PassSeeds(NamedTuple):
+    """The seeds of a pass' microbatches, and where it computes.
+
+    `draws` is the context of its forward, if it holds several microbatches that draw.
+    """
+
+    seeds: tuple[int, ...]
+    device: torch.device
+    draws: MicrobatchDraws | None = None
 
 
 class MicrobatchDraws(TorchFunctionMode):
@@ -52,9 +51,13 @@ class MicrobatchDraws(TorchFunctionMode):
         self.has_divided = False
         self._generator = default_generator(device)
         seed_of = (lambda seed: seed) if device.type == "cuda" else forward_seed
-        self._states = [
-            torch.Generator(device).manual_seed(seed_of(seed)).get_state() for seed in seeds
-        ]
+        self._states: list[Tensor] = []
+        self.seed([seed_of(seed) for seed in seeds])
+
+    def seed(self, seeds: Sequence[int]) -> None:
+        """Seed the generator of each microbatch."""
+        device = self._generator.device
+        self._states = [torch.Generator(device).manual_seed(seed).get_state() for seed in seeds]
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -74,15 +77,15 @@ class MicrobatchDraws(TorchFunctionMode):
     def _divides(self, function: Any, args: Any, kwargs: Any) -> bool:
         if kwargs.get("inplace"):
             return False
-        if function is ATTENTION and not (args[4] if len(args) > 4 else kwargs.get("dropout_p")):
+        if function is ATTENTION and not has_dropout(args, kwargs):
             return False
-        return self._has_equal_parts(_first_tensor(args, kwargs))
+        return self._has_equal_parts(first_tensor(args, kwargs))
 
     def _has_equal_parts(self, tensor: Tensor) -> bool:
         return tensor.dim() > 0 and tensor.shape[0] % len(self._states) == 0
 
     def _call_for_each(self, function: Any, args: Any, kwargs: Any) -> Any:
-        first = _first_tensor(args, kwargs)
+        first = first_tensor(args, kwargs)
         part_size = first.shape[0] // len(self._states)
 
         def parts_of(value: Any) -> Sequence[Any]:
@@ -128,5 +131,63 @@ class MicrobatchDraws(TorchFunctionMode):
         return results
 
 
-def _first_tensor(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
-    return next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
+class BlockSeeds:
+    """Seeds the random generators at the beginning of each block of a pipeline and behind the last,
+    by the microbatch and the number of the block.
+
+    So draws are the same on whichever stage a block is, and without stages.
+    """
+
+    def __init__(self, blocks: Sequence[str]) -> None:
+        """`blocks` are the names of the modules in forward order."""
+        self._blocks = tuple(blocks)
+        self._current: PassSeeds | None = None
+        self._attached: WeakSet[nn.Module] = WeakSet()
+
+    def attach(self, module: nn.Module) -> None:
+        """Seed in each of the blocks that a module has, or that a stage has of it."""
+        if module in self._attached:
+            return
+        self._attached.add(module)
+        parts = dict(module.named_modules(remove_duplicate=False))
+        for number, name in enumerate(self._blocks):
+            if (part := parts.get(name)) is not None:
+                part.register_forward_pre_hook(partial(self._before, number))
+        if (last := parts.get(self._blocks[-1])) is not None:
+            last.register_forward_hook(self._after_last)
+
+    def begin_loss(self, current: PassSeeds | None) -> None:
+        """Seed as at the beginning of a loss; None: nothing is seeded, as in evaluation."""
+        self.begin_blocks(current)
+        if current is not None:
+            seed_device(current.device, current.seeds[0])
+            seed_host(forward_seed(current.seeds[0]))
+
+    def begin_blocks(self, current: PassSeeds | None) -> None:
+        """The blocks that follow belong to this pass."""
+        self._current = current
+
+    def behind_blocks(self) -> None:
+        """Seed for what a loss draws behind the last block."""
+        self._seed(len(self._blocks))
+
+    def _before(self, number: int, block: nn.Module, inputs: Any) -> None:
+        self._seed(number)
+
+    def _after_last(self, block: nn.Module, inputs: Any, output: Any) -> None:
+        self.behind_blocks()
+
+    def _seed(self, number: int) -> None:
+        current = self._current
+        if current is None:
+            return
+        seeds = [block_seed(seed, number) for seed in current.seeds]
+        seed_device(current.device, seeds[0])
+        seed_host(seeds[0])
+        if current.draws is not None:
+            current.draws.seed(seeds)
+
+
+def block_seed(seed: int, number: int) -> int:
+    """The seed at the beginning of a block, given that of the microbatch."""
+    return keyed_seed("block", seed, number)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -22,6 +22,7 @@ from pipelines.training.custom.custom_pipeline import (
     pad_rows,
     unpad_rows,
 )
+from pipelines.training.custom.microbatch_draws import BlockSeeds
 from pipelines.training.workload.parallel_groups import ALONE
 from pipelines.training.workload.state import buffers
 from pipelines.training.workload.trees import mapped
@@ -47,6 +48,9 @@ class PipelineCandidate(CustomLoss, Protocol):
     def shape(self) -> ModelShape: ...
 
     def example(self, num_samples: int, held_out: bool = False) -> CustomBatch: ...
+
+    @property
+    def block_seeds(self) -> BlockSeeds | None: ...
 
 
 def why_no_pipeline(
@@ -110,6 +114,8 @@ def _module(workload: PipelineCandidate, max_parameters: int) -> nn.Module:
     if sum(parameter.numel() for parameter in shapes.parameters()) > max_parameters:
         return in_dtypes(shapes.to("meta"), recipe)
     module = in_dtypes(build_on_host(recipe.model, seed), recipe)
+    if workload.block_seeds is not None:
+        workload.block_seeds.attach(module)
     with torch.no_grad():
         for parameter in module.parameters():
             if parameter.is_floating_point():
@@ -125,7 +131,8 @@ def _placed(module: nn.Module, batch: CustomBatch) -> CustomBatch:
 def _run_whole(workload: PipelineCandidate, module: nn.Module, batch: CustomBatch) -> _PassResult:
     outputs: list[Any] = []
     hook = module.register_forward_hook(lambda module, inputs, output: outputs.append(output))
-    with _randomness_refused(module):
+    workload.begin_loss(batch, module.training)
+    with nullcontext() if module.training else _randomness_refused():
         sums = [
             kind(module, _placed(module, batch), ALONE) for kind in workload.kinds(module.training)
         ]
@@ -145,6 +152,7 @@ def _run_whole(workload: PipelineCandidate, module: nn.Module, batch: CustomBatc
 
 def _run_blocks(workload: PipelineCandidate, module: nn.Module, batch: CustomBatch) -> _PassResult:
     training, value = module.training, _placed(module, batch).value
+    workload.begin_loss(batch, training)
     inputs = inputs_of(workload.loss_in(training), value, training)
     for name, metric in () if training else workload.recipe.metrics.items():
         if not _alike(inputs_of(metric, value, training), inputs):
@@ -152,8 +160,10 @@ def _run_blocks(workload: PipelineCandidate, module: nn.Module, batch: CustomBat
                 f"the metric {name} calls the module with other inputs than the loss: use the same"
             )
     *_, output = run_layers(module, workload.shape().layers, inputs)
+    workload.begin_loss(batch, training)
+    called = workload.behind_blocks
     sums = [
-        kind(module_returning(output, training), _placed(module, batch), ALONE)
+        kind(module_returning(output, training, called), _placed(module, batch), ALONE)
         for kind in workload.kinds(training)
     ]
     return _PassResult(output, sums, _gradients(module, sums[0].loss), _buffers(module))
@@ -170,35 +180,19 @@ def _gradients(module: nn.Module, loss: Tensor) -> dict[str, Tensor | None]:
 
 
 @contextmanager
-def _randomness_refused(module: nn.Module) -> Iterator[None]:
+def _randomness_refused() -> Iterator[None]:
     """Raise `UnfitForPipeline` if the block draws random numbers."""
     generator = torch.get_rng_state()
     yield
-    has_drawn = not torch.equal(torch.get_rng_state(), generator)
-    if has_drawn or (module.training and _on_meta(module) and _has_dropout(module)):
+    if not torch.equal(torch.get_rng_state(), generator):
         raise UnfitForPipeline(
-            "a pass of the recipe's module or loss draws random numbers, as dropout does, but in a "
-            "pipeline each stage would draw others"
+            "an evaluation of the recipe's module draws random numbers, but in a pipeline each "
+            "stage would draw others: draw only if module.training"
         )
 
 
 def _buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: buffer.clone() for name, buffer in buffers(module)}
-
-
-def _on_meta(module: nn.Module) -> bool:
-    return any(parameter.is_meta for parameter in module.parameters())
-
-
-def _has_dropout(module: nn.Module) -> bool:
-    """Whether a module's attributes indicate dropout: on the meta device it draws nothing."""
-    numbers = [
-        value
-        for part in module.modules()
-        for name, value in vars(part).items()
-        if isinstance(value, float) and ("drop" in name or "Dropout" in type(part).__name__)
-    ]
-    return any(number > 0 for number in numbers)
 
 
 def _compare(whole: _PassResult, by_blocks: _PassResult, mode: str) -> None:

@@ -152,6 +152,15 @@ class CustomLoss(Protocol):
     def kinds(self, training: bool) -> Sequence[Metric]:
         """What is computed on a microbatch: the loss and, in evaluation, the metrics."""
 
+    def begin_loss(self, fed: Any, training: bool) -> None:
+        """Seed for a loss of this microbatch, if its draws depend on the blocks."""
+
+    def begin_blocks(self, fed: Any, training: bool) -> None:
+        """The blocks that are called next compute this microbatch."""
+
+    def behind_blocks(self) -> None:
+        """Seed for what the loss draws behind the last block."""
+
     def release(self) -> None:
         """Release the module's initial values: training has begun."""
 
