@@ -14,14 +14,16 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     SequenceParallel,
 )
-from torch.nn.functional import cross_entropy, scaled_dot_product_attention, silu
+from torch.nn.functional import cross_entropy, dropout, scaled_dot_product_attention, silu
 
-from elastic.geometry.sample_order import sample_of
+from elastic.geometry.sample_order import microbatch_seed, sample_of
 from pipelines.run.recipes import with_custom_model
 from pipelines.settings import TrainSettings
 from pipelines.settings.recipe import Recipe
+from pipelines.training.workload.seeds import forward_seed
 
 NUM_SAMPLES, LENGTH, WIDTH, HEADS, VOCABULARY = 32, 6, 16, 4, 11
+ATTENTION_DROPOUT = 0.1
 SETTINGS = TrainSettings(batch=8, microbatch=2, steps=16, dtype="float64", seed=5)
 
 LAYER_OF_TUTORIAL = {
@@ -92,7 +94,9 @@ class Attention(nn.Module):
         q, k, v = (layer(x).unflatten(-1, (-1, size)) for layer in (self.wq, self.wk, self.wv))
         q, k = rotated(q, freqs_cis), rotated(k, freqs_cis)
         heads = [part.transpose(1, 2) for part in (q, k, v)]
-        attended = scaled_dot_product_attention(*heads, is_causal=True)
+        rate = ATTENTION_DROPOUT if self.training else 0.0
+        attended = scaled_dot_product_attention(*heads, dropout_p=rate, is_causal=True)
+        attended = dropout(attended, 0.1, self.training)
         return self.wo(attended.transpose(1, 2).flatten(2))
 
 
@@ -103,7 +107,9 @@ class FeedForward(nn.Module):
         self.w2 = nn.Linear(2 * WIDTH, WIDTH, False)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.w2(silu(self.w1(x)) * self.w3(x))
+        wide = silu(self.w1(x)) * self.w3(x)
+        noise = torch.empty_like(wide).uniform_(0.9, 1.1) if self.training else 1.0
+        return dropout(self.w2(dropout(wide, 0.2, self.training) * noise), 0.1, self.training)
 
 
 class Block(nn.Module):
@@ -160,13 +166,17 @@ CUSTOM_SETTINGS = with_custom_model(of_tutorial()).settings
 def train_in_one_process() -> list[float]:
     torch.manual_seed(SETTINGS.seed)
     net, data, losses = Llama().double(), Tokens(), []
-    sgd = optimizer(list(net.named_parameters()))
-    for step in range(SETTINGS.steps):
-        first = step * SETTINGS.batch
-        ids = [sample_of(SETTINGS.seed, first + i, NUM_SAMPLES) for i in range(SETTINGS.batch)]
-        mean = loss(net, torch.stack([data[index] for index in ids])).mean()
-        mean.backward()
+    sgd, size = optimizer(list(net.named_parameters())), SETTINGS.microbatch
+    for step in range(1, SETTINGS.steps + 1):
+        mean = 0.0
+        for number in range(SETTINGS.num_microbatches):
+            first = (step - 1) * SETTINGS.batch + number * size
+            ids = [sample_of(SETTINGS.seed, first + i, NUM_SAMPLES) for i in range(size)]
+            torch.manual_seed(forward_seed(microbatch_seed(SETTINGS.seed, step, number)))
+            part = loss(net, torch.stack([data[i] for i in ids])).sum() / SETTINGS.batch
+            part.backward()
+            mean += part.item()
         sgd.step()
         sgd.zero_grad()
-        losses.append(mean.item())
+        losses.append(mean)
     return losses

@@ -14,13 +14,14 @@ from elastic.protocol.events import WorkerDraining
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("plan", ["of_tutorial", "of_titan"])
+@pytest.mark.parametrize(("plan", "recomputation"), [("of_tutorial", "none"), ("of_titan", "full")])
 def test_plan_of_torch_styles_trains_as_one_process_also_through_a_reshard(
-    plan: str, tmp_path: Path
+    plan: str, recomputation: str, tmp_path: Path
 ) -> None:
+    """With dropout of whole and of sharded activations, and of attention weights."""
     run = run_in_processes(
         tmp_path,
-        custom_llama.CUSTOM_SETTINGS,
+        custom_llama.CUSTOM_SETTINGS.model_copy(update={"activation_checkpointing": recomputation}),
         2,
         layout="tp=2",
         due=((8, WorkerDraining("w1", "shrinks")),),

@@ -195,6 +195,25 @@ def test_padding_of_an_evaluation_has_the_shape_of_held_out_data() -> None:
     assert workload.empty().value.shape == (2, 2)
 
 
+class Heads(nn.Module):
+    """A module that names its number of heads, or leaves it open."""
+
+    def __init__(self, num_heads: int) -> None:
+        super().__init__()
+        self.up, self.down, self.num_heads = nn.Linear(2, 8), nn.Linear(8, 1), num_heads
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.down(self.up(hidden).view(len(hidden), self.num_heads, 2).flatten(1))
+
+
+def test_a_module_that_names_its_whole_width_is_refused_for_tp_only() -> None:
+    plan = {"up": "colwise", "down": "rowwise"}
+    limits = CustomWorkload(make_recipe(model=lambda: Heads(4), plan=plan)).limits()
+    assert "shape '[2, 4, 2]' is invalid" in dict(limits.refused)["tp"]
+    open_number = CustomWorkload(make_recipe(model=lambda: Heads(-1), plan=plan)).limits()
+    assert "tp" not in dict(open_number.refused)
+
+
 def make_run_plan(folder: Path, **changes: object) -> RunPlan:
     request = TrainRequest(
         str(folder / "mine.py:mine"), storage=str(folder / "runs"), run_name="one"

@@ -46,6 +46,7 @@ from pipelines.training.custom.merge_trial import Merging, draws_at_random, try_
 from pipelines.training.custom.microbatch_draws import BlockSeeds, MicrobatchDraws, PassSeeds
 from pipelines.training.custom.optimizer_checks import NOT_CUT, uncut_parameters, why_not_split
 from pipelines.training.custom.pipeline_trial import why_no_pipeline
+from pipelines.training.custom.tensor_trial import why_no_tensor_parallelism
 from pipelines.training.models.mlp import MlpWorkload
 from pipelines.training.workload.optimizer import OptimizerFactory
 from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups
@@ -156,18 +157,18 @@ class CustomWorkload:
         return self._shape
 
     def limits(self) -> Limits:
-        """The limits of the shape; `pp` is refused, too, if a trial of the pipeline fails, `tp` if
-        the optimizer needs whole parameters, and each if it needs all of them."""
-        limits, refused = self._shape.limits, []
+        """The limits of the shape, and what trials of the module and of the optimizer refuse."""
+        limits = self._shape.limits
+        refused = dict(limits.refused)
         if self._why_not_split:
-            refused = [(axis, self._why_not_split) for axis in ("fsdp", "tp")]
+            refused |= dict.fromkeys(("fsdp", "tp"), self._why_not_split)
         elif self.whole_parameters:
-            refused = [("tp", NOT_CUT)]
-        limits = replace(limits, refused=(*refused, *limits.refused))
-        if any(axis == "pp" for axis, _ in limits.refused):
-            return limits
-        why_not = why_no_pipeline(self) or self._why_not_split
-        return replace(limits, refused=(*limits.refused, ("pp", why_not))) if why_not else limits
+            refused["tp"] = NOT_CUT
+        elif "tp" not in refused and (no_tp := why_no_tensor_parallelism(self, self._shape)):
+            refused["tp"] = no_tp
+        if "pp" not in refused and (no_pp := why_no_pipeline(self) or self._why_not_split):
+            refused["pp"] = no_pp
+        return replace(limits, refused=tuple(refused.items()))
 
     @cached_property
     def whole_parameters(self) -> Collection[str]:

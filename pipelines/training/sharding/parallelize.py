@@ -4,22 +4,27 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterable, Sequence
+from functools import partial
 from math import inf
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 from actors.runtime.program import Groups, Interrupt
 from elastic.geometry.zero import divides
+from pipelines.errors import UserError
 from pipelines.settings import TrainSettings
+from pipelines.training.models.joined_model import prefix_of, roots_of
 from pipelines.training.sharding.fully_sharded import FullySharded
 from pipelines.training.sharding.owned import OwnedSharded
 from pipelines.training.sharding.recomputation import recomputed
 from pipelines.training.sharding.sharded import Sharded, bring_constants
 from pipelines.training.sharding.zero import ZeroSharded
+from pipelines.training.tensor.sharded_draws import Draws, draw_as_whole, find_draws, for_trial
 from pipelines.training.tensor.tensor_parallel import parallelize_modules
-from pipelines.training.tensor.unsharded_hidden import parallelize_parameters
+from pipelines.training.tensor.unsharded_hidden import GroupRanks, parallelize_parameters
 from pipelines.training.workload.parallel_groups import ParallelGroups
 from pipelines.training.workload.state import build_on_meta, ownerships
 from pipelines.training.workload.trees import tensors_in
@@ -48,6 +53,8 @@ def parallelize(
                 parallelize_parameters(module, shape, parallel.tp)
         for block in workload.blocks(module):
             _wrap_forward(block, settings)
+        if parallel.tp is not None and not workload.shape().sequence_parallel:
+            _draw_as_whole(module, workload, groups, parallel.tp, settings)
     fully = groups.layout.zero == 3 and not _has_full_parameters(groups)
     kind = FullySharded if fully else ZeroSharded
     sharded: Sharded = kind(modules, workload, groups, settings)
@@ -55,6 +62,39 @@ def parallelize(
     if not deals or not workload.whole_parameters:
         return sharded
     return OwnedSharded(sharded, ownerships(workload, build_on_meta(workload, settings)), groups)
+
+
+def _draw_as_whole(
+    module: nn.Module,
+    workload: Workload,
+    groups: Groups,
+    mesh: DeviceMesh,
+    settings: TrainSettings,
+) -> None:
+    """Let what is called draw for whole tensors: the module or, on a stage, each of its blocks."""
+    names = [name for layer in workload.shape().layers for name in layer.modules]
+    if groups.layout.pp == 1:
+        roots = roots_of(module)
+        names = [prefix_of(number, len(roots)).rstrip(".") for number in range(len(roots))]
+    parts = dict(module.named_modules(remove_duplicate=False))
+    ranks = GroupRanks(mesh.get_group())
+
+    def find(name: str, call: Callable[..., Any]) -> Draws:
+        dtype = getattr(torch, settings.dtype)
+        whole, cut = (for_trial(build_on_meta(workload, settings), dtype) for _ in range(2))
+        shape = workload.shape()
+        draws = find_draws(
+            whole, cut, shape, ranks.size(), lambda copy: call(copy.get_submodule(name))
+        )
+        if any(draws) and settings.compile:
+            raise UserError(
+                "compile=true: with tp, dropout of sharded activations needs compile=false"
+            )
+        return draws
+
+    for name in names:
+        if name in parts:
+            draw_as_whole(parts[name], ranks, partial(find, name))
 
 
 def _has_full_parameters(groups: Groups) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import defaultdict, deque
 from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -19,6 +18,7 @@ from actors.distributed.torch_private import (
 )
 from pipelines.errors import UserError
 from pipelines.settings.bounds import Recomputation
+from pipelines.training.tensor.sharded_draws import drawing_again
 from pipelines.training.workload.trees import mapped, tensors_in
 
 KEPT_OPERATORS = frozenset(
@@ -38,8 +38,13 @@ def recomputed(forward: Forward, mode: Recomputation) -> Forward:
     """The same forward, whose activations backward recomputes."""
     if mode == "none":
         return forward
-    whole = partial(checkpoint, forward, use_reentrant=False)
-    return partial(whole, context_fn=_keeping_contexts) if mode == "selective" else whole
+    options: dict[str, Any] = {"context_fn": _keeping_contexts} if mode == "selective" else {}
+
+    def run(*args: Any, **kwargs: Any) -> Any:
+        again = drawing_again(forward)
+        return checkpoint(again, *args, use_reentrant=False, **options, **kwargs)
+
+    return run
 
 
 def _keeping_contexts() -> tuple[TorchDispatchMode, TorchDispatchMode]:

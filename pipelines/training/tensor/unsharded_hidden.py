@@ -71,28 +71,49 @@ def parallelize_parameters(module: nn.Module, shape: ModelShape, mesh: DeviceMes
     embedding. A `partial` module is replicated but sees only this rank's heads: its gradients must
     be summed over `tp`.
     """
-    ranks = GroupRanks(mesh.get_group())
-    distributed: dict[Tensor, nn.Parameter] = {}
+
+    def distribute(parameter: Tensor, dim: int | None) -> Tensor:
+        placement = Replicate() if dim is None else Shard(dim)
+        return distribute_tensor(parameter, mesh, [placement])
+
+    _shard_modules(module, shape, GroupRanks(mesh.get_group()), distribute)
+
+
+def cut_parameters(module: nn.Module, shape: ModelShape, ranks: TensorRanks) -> None:
+    """The same with plain tensors: a rank's parts of the parameters."""
+
+    def cut(parameter: Tensor, dim: int | None) -> Tensor:
+        if dim is None:
+            return parameter
+        first, size = chunk_interval(parameter.shape[dim], ranks.size(), ranks.rank())
+        return parameter.narrow(dim, first, size)
+
+    _shard_modules(module, shape, ranks, cut)
+
+
+def _shard_modules(
+    module: nn.Module,
+    shape: ModelShape,
+    ranks: TensorRanks,
+    shard: Callable[[Tensor, int | None], Tensor],
+) -> None:
+    """`shard` returns the shard of a parameter in a dim; None: it is replicated."""
+    sharded: dict[Tensor, nn.Parameter] = {}
     for name, part in list(module.named_modules()):
         style = shape.style_of(name)
         own = dict(part.named_parameters(recurse=False))
         for key, parameter in own.items():
-            if parameter not in distributed:
-                distributed[parameter] = _distribute(parameter, style, mesh)
-            setattr(part, key, distributed[parameter])
+            if parameter not in sharded:
+                dim = TP_DIMS.get(style) if style else None
+                dim = dim if dim is not None and dim < parameter.ndim else None
+                value = shard(parameter.detach(), dim)
+                sharded[parameter] = nn.Parameter(value, requires_grad=parameter.requires_grad)
+            setattr(part, key, sharded[parameter])
         if own:
-            part.forward = sharded_forward(style, part, ranks)
+            part.forward = _forward(style, part, ranks)
 
 
-def _distribute(parameter: nn.Parameter, style: Style | None, mesh: DeviceMesh) -> nn.Parameter:
-    dim = TP_DIMS.get(style) if style else None
-    placement = Shard(dim) if dim is not None and dim < parameter.ndim else Replicate()
-    distributed = distribute_tensor(parameter.detach(), mesh, [placement])
-    return nn.Parameter(distributed, requires_grad=parameter.requires_grad)
-
-
-def sharded_forward(style: Style | None, part: nn.Module, ranks: TensorRanks) -> Callable[..., Any]:
-    """The forward of a module whose parameters are sharded by this style, or replicated."""
+def _forward(style: Style | None, part: nn.Module, ranks: TensorRanks) -> Callable[..., Any]:
     forward = part.forward
 
     def plain(*inputs: Any, **options: Any) -> Any:

@@ -33,6 +33,37 @@ FILLS: set[Callable[..., Any]] = {
 """Methods that fill a tensor with draws."""
 
 
+MASKS: set[Callable[..., Any]] = {
+    functional.dropout,
+    functional.dropout1d,
+    functional.dropout2d,
+    functional.dropout3d,
+    torch.dropout,
+}
+"""Functions that multiply a tensor with what they draw."""
+NEW: set[Callable[..., Any]] = {torch.rand, torch.randn}
+"""Functions that make a tensor of draws."""
+
+
+def drawn_shape(
+    function: Any, args: Sequence[Any], kwargs: dict[str, Any]
+) -> tuple[int, ...] | None:
+    """The shape of the tensor that a call draws for, from the default generator; None: it does not.
+
+    For the attention it is that of the queries.
+    """
+    if kwargs.get("generator") is not None:
+        return None
+    if function in OF_ELEMENTS and not (function is ATTENTION and not has_dropout(args, kwargs)):
+        return tuple(first_tensor(args, kwargs).shape)
+    if function in FILLS:
+        return tuple(args[0].shape)
+    if function in NEW:
+        options = {key: value for key, value in kwargs.items() if key == "size"}
+        return tuple(torch.empty(*args, **options, device="meta").shape)
+    return None
+
+
 def first_tensor(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
     """The tensor whose elements a call draws for."""
     return next(value for value in (*args, *kwargs.values()) if isinstance(value, Tensor))
