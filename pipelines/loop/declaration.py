@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from torch import nn
@@ -51,6 +51,9 @@ class Declaration:
     counts: StepCounts
     carried: CarriedState
     evaluation: EvaluationSetup | None = None
+    plan: Mapping[str, Any] = field(default_factory=dict)
+    """How `tp` shards the layers of `model`; see `Recipe.plan`."""
+    tp_divides: int | None = None
 
     @property
     def model(self) -> nn.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from functools import partial
 from inspect import currentframe
 from types import FrameType
@@ -34,6 +34,7 @@ from pipelines.loop.prepared.wrappers import (
     PreparedScheduler,
 )
 from pipelines.loop.step import Step
+from pipelines.loop.tensor_plans import TensorPlans
 from pipelines.settings.recipe import Dataset
 from pipelines.training.models.joined_model import joined
 
@@ -59,14 +60,24 @@ class Run:
         self._factory: ScriptOptimizerFactory | None = None
         self._source: DataSource | None = None
         self._evaluation: EvaluationSetup | None = None
+        self._plans = TensorPlans()
 
-    def prepare(self, *objects: Any) -> Any:
+    def prepare(
+        self,
+        *objects: Any,
+        plan: Mapping[str, Any] | None = None,
+        tp_divides: int | None = None,
+    ) -> Any:
         """Wrap a model, its optimizers, learning-rate schedulers and a loader for use in the loop.
 
         Pass them in any order, in one call or several; the wrappers are returned in the same order.
-        The loader's `batch_size` is the microbatch size. The schedule counts steps. Raises
-        `LoopMisused` for an object that cannot survive a change of the workers.
+        The loader's `batch_size` is the microbatch size. The schedule counts steps. `plan` names
+        the layers of the model that `tp` shards, and `tp` must divide `tp_divides`; see `Recipe`.
+        Raises `LoopMisused` for an object that cannot survive a change of the workers.
         """
+        if plan is not None or tp_divides is not None:
+            num_models = sum(isinstance(item, nn.Module) for item in objects)
+            self._plans.add(plan or {}, tp_divides, len(self._models), num_models)
         prepared = tuple(self._prepared(item) for item in objects)
         return prepared[0] if len(prepared) == 1 else prepared
 
@@ -169,6 +180,7 @@ class Run:
             counts,
             CarriedState(script, self._known(), self._kept.objects),
             self._evaluation,
+            *self._plans.joined(len(models)),
         )
 
     def _known(self) -> Iterator[Any]:

@@ -97,6 +97,8 @@ def recipe_of(declaration: Declaration, settings: TrainSettings) -> Recipe:
         metrics=evaluation.metrics if evaluation else {},
         collate=source.collate,
         begin_reader=source.begin_reader,
+        plan=declaration.plan,
+        tp_divides=declaration.tp_divides,
         settings=settings,
     )
 

@@ -90,6 +90,37 @@ def note_reader(number: int) -> None:
     _note(f"reader-{os.getppid()}-{number}", str(os.getpid()))
 
 
+class Wide(nn.Module):
+    """Two layers for `tp`, with dropout between and behind them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.head = nn.Linear(8, 12), nn.Linear(12, 8), nn.Linear(8, 3)
+        self.dropout = nn.Dropout(0.2)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        wide = self.dropout(self.up(hidden).tanh())
+        return self.head(hidden + self.dropout(self.down(wide)))
+
+
+def build_wide() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
+    *_, loader = build_training()
+    torch.manual_seed(5)
+    model = Wide().double()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9), loader
+
+
+def train_planned(run: Run) -> None:
+    """A loop whose model has a plan; it saves the final weights."""
+    plan = {"up": "colwise", "down": "rowwise"}
+    model, _, _ = run.prepare(*build_wide(), plan=plan)
+    for step in run.steps(NUM_STEPS, microbatches=NUM_MICROBATCHES):
+        with step:
+            for points, labels in step.batches():
+                step.backward(nn.functional.cross_entropy(model(points), labels))
+    torch.save(model.state_dict(), Path(os.environ[FOLDER]) / "weights.pt")
+
+
 def train_suppressing_exceptions(run: Run) -> None:
     """A loop that suppresses every exception, including those of other workers' deaths."""
     model, optimizer, scheduler, loader = build_training()

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import loops
 import pytest
+import torch
 from harness import Outcome, run_in_processes
 from run_checks import assert_no_step_repeated, assert_survivors_kept
 
@@ -54,6 +55,20 @@ def test_deaths_and_a_reshard_do_not_change_the_losses_of_a_custom_loop(
     assert [steps.count(step) for step in loops.KILLED] == [2, 2]
     readers = list((tmp_path / "marks").glob("reader-*"))
     assert len(readers) >= 8 if name == "train_with_readers" else not readers
+
+
+@pytest.mark.slow
+def test_loop_with_a_plan_trains_under_tp_as_one_process(tmp_path: Path) -> None:
+    """With dropout of a sharded activation; its state_dict has the whole weights."""
+    due = ((12, LayoutRequested("shards", TargetLayout.parse("fsdp=2"))),)
+    run = run_loop(tmp_path, "train_planned", layout="tp=2", workers=2, due=due)
+    assert run.stopped.outcome == "completed", run.stopped
+    assert [line["layout"] for line in run.lines_of("Resume")] == ["tp=2", "fsdp=2"]
+    model, optimizer, loader = loops.build_wide()
+    plain = loops.plain(model, optimizer, None, loader, loops.NUM_STEPS, loops.NUM_MICROBATCHES)
+    assert list(run.losses().values()) == pytest.approx(list(plain), rel=1e-9)
+    weights = torch.load(tmp_path / "marks" / "weights.pt")
+    torch.testing.assert_close(weights, dict(model.state_dict()), rtol=1e-9, atol=1e-11)
 
 
 @pytest.mark.slow

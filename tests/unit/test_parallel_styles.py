@@ -15,6 +15,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from pipelines.errors import UserError
+from pipelines.loop.prepared.errors import LoopMisused
+from pipelines.loop.tensor_plans import TensorPlans
 from pipelines.training.custom.custom_shape import shape_of
 
 
@@ -112,3 +114,13 @@ def test_what_is_not_possible_is_one_line_with_the_layer(planned, message) -> No
 def test_an_embedding_cannot_be_sharded_by_columns() -> None:
     with pytest.raises(UserError, match="embed is Embedding and cannot be ColwiseParallel"):
         shape_of(make_module(), {"embed": ColwiseParallel()})
+
+
+def test_plans_of_several_models_of_a_loop_are_one_plan() -> None:
+    plans = TensorPlans()
+    plans.add({"up": "colwise"}, 4, model=1, num_models=1)
+    plans.add({"layers.*": "rowwise"}, 6, model=0, num_models=1)
+    assert plans.joined(2) == ({"1.up": "colwise", "0.layers.*": "rowwise"}, 2)
+    assert TensorPlans().joined(1) == ({}, None)
+    with pytest.raises(LoopMisused, match="a plan with 2 models"):
+        plans.add({"up": "colwise"}, None, model=0, num_models=2)

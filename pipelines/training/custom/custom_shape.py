@@ -15,8 +15,8 @@ from pipelines.training.custom.parallel_styles import CustomCut, names_matching,
 from pipelines.training.workload.workload import Layer, ModelShape, Style, starred
 
 NO_PLAN = (
-    "the recipe has no plan for tp: "
-    "Recipe(plan={'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}, ...)"
+    "the recipe has no plan for tp: Recipe(plan={'layers.*.up': 'colwise', 'layers.*.down': "
+    "'rowwise'}, ...), or in a custom loop run.prepare(model, ..., plan={...})"
 )
 NO_PIPELINE = (
     "the recipe does not list the blocks of its module in forward order, which pp needs: "
