@@ -11,6 +11,7 @@ from harness import Outcome, run_in_processes
 from run_checks import assert_no_step_repeated
 
 from actors.runtime.fault_spec import Fault
+from elastic.protocol.events import Event
 from pipelines.loop.script import script_of
 from pipelines.run.recipes import load
 
@@ -36,12 +37,28 @@ def output_before(name: str) -> str:
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-def run_after(folder: Path, name: str, faults: tuple[Fault, ...] = KILLS) -> Outcome:
-    """A run of the converted script on three workers of which two die."""
+def run_after(
+    folder: Path,
+    name: str,
+    faults: tuple[Fault, ...] = KILLS,
+    num_workers: int = 3,
+    due: tuple[tuple[int, Event], ...] = (),
+    **environment: str,
+) -> Outcome:
+    """A run of the converted script on workers of which two die."""
     recipe = f"{EXAMPLES / f'{name}_after.py'}:main"
     settings = script_of(load(recipe).function).settings
-    run = run_in_processes(folder, settings, 3, layout="dp=3", recipe=recipe, faults=faults)
+    run = run_in_processes(
+        folder,
+        settings,
+        num_workers,
+        layout=f"dp={num_workers}",
+        recipe=recipe,
+        faults=faults,
+        due=due,
+        environment=environment,
+    )
     assert run.stopped.outcome == "completed", run.stopped
     assert_no_step_repeated(run)
-    assert len(run.lines_of("WorkerLost")) == len(faults)
+    assert len(run.lines_of("WorkerLost")) == len(faults), run.story()
     return run
