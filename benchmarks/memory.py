@@ -22,7 +22,7 @@ from elastic.geometry.assignment import Assignment
 from elastic.geometry.layout import Layout
 from elastic.geometry.shard_map import region_of
 from elastic.geometry.zero import STAGES
-from elastic.planner.memory_model import Footprint
+from elastic.planner.footprint import Footprint
 from pipelines.run.program import TrainingProgram
 from pipelines.run.recipes import byte_lm
 from pipelines.settings import DataSettings

@@ -22,17 +22,31 @@ from pipelines.cli_options import (
     Changes,
     Data,
     Detach,
+    DeviceBandwidth,
+    DeviceFlops,
+    DeviceMemory,
+    DeviceName,
     DryRun,
+    Efficiency,
+    FarBandwidth,
     FaultOptions,
     InProcess,
     Interface,
+    LinkBandwidth,
+    ModelParams,
     NotifyUrl,
+    PlanAsJson,
+    PlannedLayouts,
+    PlannedRecipe,
+    PlannedWorkers,
     Ports,
+    Prices,
     Profile,
     RecipeName,
     ScriptWords,
     TrackingUri,
     Workers,
+    WorldSizes,
 )
 from pipelines.errors import UserCodeFailed, UserError, refuse_undecodable
 
@@ -144,13 +158,7 @@ def status_command(
         bool,
         typer.Option("--json", help="Print JSON objects; docs/files.md lists the keys."),
     ] = False,
-    price: Annotated[
-        list[str] | None,
-        typer.Option(
-            metavar="[TYPE=]NUMBER",
-            help="Price of a worker-hour, optionally for one node type. Repeatable.",
-        ),
-    ] = None,
+    price: Prices = None,
 ) -> None:
     """Show phase, workers, checkpoint and goodput of RUN."""
     from pipelines.observe.view.status import status
@@ -287,21 +295,44 @@ def convert_command(
 
 @app.command()
 def plan(
-    model_params: Annotated[
-        float, typer.Option(metavar="NUMBER", help="Number of model parameters, e.g. 7e9.")
-    ],
-    world_sizes: Annotated[
-        str, typer.Option(help="Numbers of workers that shard the state, separated by commas.")
-    ] = "1,8,64,512",
+    recipe: PlannedRecipe = None,
+    workers: PlannedWorkers = "8",
+    device: DeviceName = None,
+    price: Prices = None,
+    layout: PlannedLayouts = None,
+    set_: Changes = None,
+    json_: PlanAsJson = False,
+    efficiency: Efficiency = 0.45,
+    device_memory: DeviceMemory = None,
+    device_flops: DeviceFlops = None,
+    device_bandwidth: DeviceBandwidth = None,
+    link_bandwidth: LinkBandwidth = None,
+    far_bandwidth: FarBandwidth = None,
+    model_params: ModelParams = None,
+    world_sizes: WorldSizes = "1,8,64,512",
 ) -> None:
-    """Print the memory per worker by ZeRO stage and precision."""
-    from pipelines.observe.view.footprint_table import footprint_tables, parse_counts
+    """Rank the layouts of RECIPE on a device: memory, speed, hours and price."""
+    if recipe is None:
+        from pipelines.observe.view.footprint_table import print_footprints
 
-    if not 1 <= model_params < float("inf"):
-        raise UserError(f"--model-params {model_params:g}: give 1 or more parameters, e.g. 7e9")
-    for formula, table in footprint_tables(model_params, parse_counts(world_sizes)):
-        Console(soft_wrap=True).print(formula, highlight=False)
-        Console().print(table)
+        print_footprints(model_params, world_sizes)
+        return
+    if model_params is not None:
+        raise UserError("give RECIPE or --model-params, not both")
+    from pipelines.run.refusals import refuse_early
+
+    refuse_early(recipe, set_ or ())
+    with quick_imports():
+        from pipelines.plan.device_options import DeviceFlags
+        from pipelines.plan.plan_command import PlanRequest, plan_recipe
+
+    flags = DeviceFlags(
+        device, device_memory, device_flops, device_bandwidth, link_bandwidth, far_bandwidth
+    )
+    request = PlanRequest(
+        recipe, workers, flags, tuple(price or ()), tuple(set_ or ()), layout, efficiency, json_
+    )
+    raise typer.Exit(plan_recipe(request, _console_for_tables()))
 
 
 @app.command(name="doctor")

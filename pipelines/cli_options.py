@@ -98,3 +98,56 @@ ScriptWords = Annotated[
         help="Arguments of file.py, its sys.argv in each process, e.g. -- --lr 3e-4.",
     ),
 ]
+
+Prices = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="[TYPE=]NUMBER",
+        help="Price of a worker-hour, optionally for one node type or device. Repeatable.",
+    ),
+]
+PlannedRecipe = Annotated[
+    str | None, typer.Argument(help="A recipe, as for `elastic train`.", show_default=False)
+]
+PlannedWorkers = Annotated[
+    str, typer.Option(metavar="N,N", help="Numbers of workers, separated by commas.")
+]
+PlannedLayouts = Annotated[
+    str | None,
+    typer.Option(metavar="LAYOUTS", help="Only these layouts: 'fsdp=8; dp=2,fsdp=4'."),
+]
+DeviceName = Annotated[
+    str | None,
+    typer.Option(
+        metavar="NAME",
+        help="The workers' device, e.g. H100-80GB, L4 or cpu; several with commas. Default: that "
+        "of this machine.",
+    ),
+]
+Efficiency = Annotated[
+    float, typer.Option(metavar="SHARE", help="Share of the peak that computation reaches.")
+]
+DeviceMemory = Annotated[float | None, typer.Option(metavar="GB", help="Memory of a device.")]
+DeviceFlops = Annotated[
+    float | None,
+    typer.Option(metavar="TFLOPS", help="Peak of a device, 10^12 operations a second."),
+]
+DeviceBandwidth = Annotated[
+    float | None, typer.Option(metavar="GB/S", help="Bandwidth of a device's memory.")
+]
+LinkBandwidth = Annotated[
+    float | None, typer.Option(metavar="GB/S", help="Bandwidth between two devices of a node.")
+]
+FarBandwidth = Annotated[
+    float | None, typer.Option(metavar="GB/S", help="Bandwidth between devices of two nodes.")
+]
+PlanAsJson = Annotated[
+    bool, typer.Option("--json", help="Print one JSON object; docs/plan.md lists the keys.")
+]
+ModelParams = Annotated[
+    float | None,
+    typer.Option(metavar="NUMBER", help="Without RECIPE: the model's parameters, e.g. 7e9."),
+]
+WorldSizes = Annotated[
+    str, typer.Option(help="With --model-params: numbers of workers that shard the state.")
+]

@@ -34,6 +34,7 @@ NAMES: dict[str, tuple[str, ...]] = {
         "_scaled_dot_product_flash_attention_for_cpu_backward",
     ),
     "torch.ops.aten._to_copy.default": ("_schema",),
+    "torch._subclasses.fake_tensor": ("FakeTensorMode",),
     "torch.utils._python_dispatch": ("TorchDispatchMode",),
     "torch.utils.data._utils.worker": ("WorkerInfo", "_worker_info"),
     "torch.distributed.fsdp.FSDPModule": ("_get_fsdp_state",),

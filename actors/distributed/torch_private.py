@@ -8,12 +8,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils.data._utils import worker as data_worker
 
 # `TorchDispatchMode` is documented, but public only under this module: no other hook sees every
-# operation of a constructor.
+# operation of a constructor. `FakeTensorMode` makes tensors without values that have a device: on
+# the meta device an operation may run another kernel, which keeps other tensors.
 
 
 def all_threads() -> Any:

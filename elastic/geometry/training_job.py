@@ -20,6 +20,56 @@ class Bandwidths:
 
 
 @dataclass(frozen=True, slots=True)
+class PassMemory:
+    """The bytes of activations of one microbatch under a degree of `tp`, from a trial.
+
+    Forward keeps `blocks_bytes` inside blocks and `outer_bytes` elsewhere until backward. Beyond
+    these, the loss and its gradient need up to `loss_bytes` at once, and the backward of blocks up
+    to `block_bytes`, with what it recomputes. At the end of backward it needs `last_bytes` in all,
+    without the gradients of parameters. Both together issue `num_operations` to the device.
+    """
+
+    tp: int = 1
+    blocks_bytes: int = 0
+    outer_bytes: int = 0
+    loss_bytes: int = 0
+    block_bytes: int = 0
+    last_bytes: int = 0
+    num_operations: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryFacts:
+    """Bytes of the whole model, and how a step uses memory; 0 or empty: not known.
+
+    `copy_bytes` are those of a copy of all parameters in the dtype of the computation, 0 if
+    that is the stored one. `gradient_bytes` are those of all gradients (0: as many as of
+    parameters). The largest of `num_blocks` has `block_bytes` of parameters, and all parameters
+    outside of blocks have `root_bytes`. `layers` has, for each pipeline layer, the bytes of its
+    parameters that `tp` cuts, and of the others, without experts. `passes` are trials, one for
+    each degree of `tp` tried. `merges`: a pass may have several microbatches. `sums_whole`: at
+    stage 3 whole gradients are summed over the microbatches of a step. `keeps_gathered`: blocks
+    keep their gathered parameters from forward to backward. `offloads`: shards and the
+    optimizer state are in host memory. `schedule` is that of a pipeline, and `output_bytes` the
+    last stage's output of a microbatch.
+    """
+
+    copy_bytes: int = 0
+    gradient_bytes: int = 0
+    block_bytes: int = 0
+    root_bytes: int = 0
+    layers: tuple[tuple[int, int], ...] = ()
+    passes: tuple[PassMemory, ...] = ()
+    merges: bool = False
+    sums_whole: bool = False
+    keeps_gathered: bool = False
+    offloads: bool = False
+    schedule: str = "1f1b"
+    output_bytes: int = 0
+    num_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """The facts about the training job that the core uses.
 
@@ -36,6 +86,8 @@ class Job:
     `seed` and `num_samples` (0: not known) determine the order of the training samples. Every
     `eval_every` steps (0: never) an evaluation reads the first `num_eval_samples` held-out samples.
     If it `runs_script`, workers have something to do after the last step.
+    `memory` is what else the memory model uses. A worker has run out of memory if by that model it
+    would need more than `most_bytes` (None: none has).
     """
 
     num_microbatches: int = 1
@@ -59,6 +111,8 @@ class Job:
     num_eval_samples: int = 0
     runs_script: bool = False
     updates_per_batch: int = 1
+    memory: MemoryFacts = field(default_factory=MemoryFacts)
+    most_bytes: int | None = None
 
     @property
     def num_layers(self) -> int | None:

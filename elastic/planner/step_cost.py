@@ -26,6 +26,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 from elastic.geometry.layout import Layout
 from elastic.geometry.pipeline_stages import deal_layers
@@ -37,18 +38,36 @@ StepCost = Callable[[int, int], float]
 """The cost of a step as a function of (dp, fsdp)."""
 
 
+class StepParts(NamedTuple):
+    """The cost of a step by what takes it, in microbatches: `compute` and the pipeline's `bubble`,
+    and the communication along each axis."""
+
+    compute: float = 0.0
+    bubble: float = 0.0
+    tp: float = 0.0
+    cp: float = 0.0
+    pp: float = 0.0
+    fsdp: float = 0.0
+    dp: float = 0.0
+
+
 def step_cost(axes: TargetLayout, job: Job, capacity: Capacity) -> StepCost:
     """The cost of layouts with these model axes; see the docstring of this module."""
+    parts = step_parts(axes, job, capacity)
+    return lambda dp, fsdp: sum(parts(dp, fsdp))
+
+
+def step_parts(axes: TargetLayout, job: Job, capacity: Capacity) -> Callable[[int, int], StepParts]:
+    """The parts of `step_cost`, as a function of (dp, fsdp)."""
     microbatch = costliest_share(job.layer_costs, axes.pp, axes.vp) / (axes.tp * axes.cp)
-    bubble = (axes.pp - 1) / axes.vp
+    bubble = (axes.pp - 1) / axes.vp * microbatch
+    traffic = _traffic(axes, job, capacity) if job.knows_bandwidths else None
 
-    def compute(dp: int, fsdp: int) -> float:
-        return (_num_rounds(axes, job, dp * fsdp) + bubble) * microbatch
+    def parts(dp: int, fsdp: int) -> StepParts:
+        compute = _num_rounds(axes, job, dp * fsdp) * microbatch
+        return StepParts(compute, bubble, *(traffic(dp, fsdp) if traffic else ()))
 
-    if not job.knows_bandwidths:
-        return compute
-    traffic = _traffic(axes, job, capacity)
-    return lambda dp, fsdp: compute(dp, fsdp) + traffic(dp, fsdp)
+    return parts
 
 
 def cost_of(layout: Layout, job: Job, capacity: Capacity) -> float:
@@ -73,36 +92,55 @@ def _num_rounds(axes: TargetLayout, job: Job, num_data_ranks: int) -> int:
     return -(-rounds // axes.pp) * axes.pp if axes.vp > 1 else max(rounds, axes.pp)
 
 
-def _traffic(axes: TargetLayout, job: Job, capacity: Capacity) -> StepCost:
-    """The time of all communication of a step, in microbatches."""
+def _traffic(
+    axes: TargetLayout, job: Job, capacity: Capacity
+) -> Callable[[int, int], tuple[float, float, float, float, float]]:
+    """The time of a step's communication along tp, cp, pp, fsdp and dp, in microbatches."""
     share = costliest_share(job.layer_costs, axes.pp, axes.vp)
     num_layers = (job.num_layers or 1) * share
     param_bytes = job.param_bytes * share / axes.tp
     activation_bytes = job.activation_bytes / axes.cp
     cost_per_byte = _cost_per_byte(job, capacity)
     tp, cp, inner = axes.tp, axes.cp, axes.tp * axes.cp
-    round_cost = activation_bytes * (
-        4 * num_layers * _all_reduce_factor(tp) * cost_per_byte(tp)
-        + 6 * num_layers * (cp - 1) * cost_per_byte(inner)
-    )
-    per_round, per_step = _fsdp_all_reduces(zero_in_step(axes.zero, axes.pp))
+    hidden_bytes = activation_bytes * num_layers
+    tp_cost = 4 * hidden_bytes * _all_reduce_factor(tp) * cost_per_byte(tp)
+    cp_cost = 6 * hidden_bytes * (cp - 1) * cost_per_byte(inner)
+    copied, trained = _shares(job)
+    per_round, per_step = _fsdp_all_reduces(zero_in_step(axes.zero, axes.pp), copied, trained)
 
-    def traffic(dp: int, fsdp: int) -> float:
+    def traffic(dp: int, fsdp: int) -> tuple[float, float, float, float, float]:
         rounds = _num_rounds(axes, job, dp * fsdp)
         replica = inner * fsdp
         pp_cost = 2 * axes.vp * activation_bytes * cost_per_byte(replica * dp * axes.pp)
         num_all_reduces = rounds * per_round + per_step
         fsdp_cost = num_all_reduces * _all_reduce_factor(fsdp) * cost_per_byte(replica)
-        dp_cost = _all_reduce_factor(dp) / fsdp * cost_per_byte(replica * dp)
-        stage_cost = pp_cost if axes.pp > 1 else 0.0
-        return rounds * (round_cost + stage_cost) + param_bytes * (fsdp_cost + dp_cost)
+        dp_cost = trained * _all_reduce_factor(dp) / fsdp * cost_per_byte(replica * dp)
+        return (
+            rounds * tp_cost,
+            rounds * cp_cost,
+            rounds * pp_cost if axes.pp > 1 else 0.0,
+            param_bytes * fsdp_cost,
+            param_bytes * dp_cost,
+        )
 
     return traffic
 
 
-def _fsdp_all_reduces(zero: int) -> tuple[float, float]:
+def _shares(job: Job) -> tuple[float, float]:
+    """The bytes that are gathered, and those that are reduced, as shares of the parameters'."""
+    if not job.param_bytes:
+        return 1.0, 1.0
+    memory = job.memory
+    return (
+        (memory.copy_bytes or job.param_bytes) / job.param_bytes,
+        (memory.gradient_bytes or job.param_bytes) / job.param_bytes,
+    )
+
+
+def _fsdp_all_reduces(zero: int, copied: float, trained: float) -> tuple[float, float]:
     """The traffic of `fsdp` in all-reduces of the parameters, per round and per step."""
-    return {3: (1.5, 0.0), 2: (0.5, 0.5)}.get(zero, (0.0, 1.0))
+    by_stage = {3: (copied + trained / 2, 0.0), 2: (trained / 2, copied / 2)}
+    return by_stage.get(zero, (0.0, (copied + trained) / 2 if zero else trained))
 
 
 def _all_reduce_factor(num_workers: int) -> float:

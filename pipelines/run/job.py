@@ -7,15 +7,24 @@ from dataclasses import replace
 
 from actors.runtime.code_digest import digest_of_program
 from elastic.geometry.tensor_specs import TensorSpec
-from elastic.geometry.training_job import Job
+from elastic.geometry.training_job import Job, MemoryFacts
 from pipelines.run.program import TrainingProgram
 from pipelines.settings import TrainSettings
 from pipelines.settings.bounds import SEVERAL_STAGES
+from pipelines.training.replica.model_bytes import memory_facts
 from pipelines.training.workload.parallel_groups import ALONE
 
+MARGIN = 1.2
+"""The margin of the memory model for activations, if they are not known, and the allocator."""
+KNOWN_MARGIN = 1.08
+"""The margin for the allocator: its blocks are larger than the tensors and not always adjacent."""
 
-def job_of(settings: TrainSettings, program: TrainingProgram) -> Job:
-    """The job of this program under these settings."""
+
+def job_of(
+    settings: TrainSettings, program: TrainingProgram, tp_degrees: Iterable[int] = ()
+) -> Job:
+    """The job of this program under these settings, with activations by trials of these degrees
+    of `tp`; without any, they are not known."""
     specs, shape = program.specs(), program.workload.shape()
     num_eval_samples = settings.num_evaluated(program.workload.num_held_out)
     experts = [spec for spec in specs if spec.ep_dim is not None]
@@ -27,6 +36,9 @@ def job_of(settings: TrainSettings, program: TrainingProgram) -> Job:
             f"schedule={settings.schedule} has one stage per rank; use "
             f"--set schedule={SEVERAL_STAGES[0]} or drop vp"
         )
+    memory = MemoryFacts()
+    if tp_degrees:
+        memory = memory_facts(program.workload, settings, specs, tp_degrees, has_pp)
     return Job(
         num_microbatches=settings.num_microbatches,
         microbatch=settings.microbatch,
@@ -48,6 +60,8 @@ def job_of(settings: TrainSettings, program: TrainingProgram) -> Job:
         runs_script=program.loop is not None,
         updates_per_batch=settings.updates_per_batch,
         num_eval_samples=num_eval_samples if settings.eval_every else 0,
+        memory=memory,
+        margin=KNOWN_MARGIN if memory.passes else MARGIN,
     )
 
 

@@ -26,7 +26,7 @@ from actors.storage.storage import DiskStorage
 from elastic.geometry.layout import Layout
 from elastic.geometry.regions import Region
 from elastic.geometry.zero import STAGES
-from elastic.planner.memory_model import Footprint
+from elastic.planner.footprint import Footprint
 from elastic.protocol.votes import Vote
 from pipelines.run.program import TrainingProgram
 from pipelines.run.recipes import tiny

@@ -54,7 +54,7 @@ NUM_OPTIONS = {
     "export": 5,
     "prepare": 3,
     "convert": 2,
-    "plan": 2,
+    "plan": 14,
     "doctor": 6,
 }
 """Frozen: a new option is a decision that states its value and its users."""

@@ -7,7 +7,7 @@ import io
 import pytest
 from rich.console import Console
 
-from elastic.planner.memory_model import FOOTPRINTS
+from elastic.planner.footprint import FOOTPRINTS
 from pipelines.errors import UserError
 from pipelines.observe.view.footprint_table import footprint_tables, parse_counts
 

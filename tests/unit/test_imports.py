@@ -48,7 +48,7 @@ LEVELS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "pipelines": (
         (".",),
-        ("api", "doctor", "migration"),
+        ("api", "doctor", "migration", "plan"),
         ("run",),
         ("observe/sidecar",),
         ("observe/tracking",),

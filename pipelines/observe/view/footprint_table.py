@@ -1,14 +1,15 @@
-"""`elastic plan`: tables of memory per worker by precision, ZeRO stage and number of workers."""
+"""`elastic plan --model-params`: memory per worker by precision, ZeRO stage, number of workers."""
 
 from __future__ import annotations
 
 import re
 from collections.abc import Sequence
 
+from rich.console import Console
 from rich.table import Table
 
 from elastic.geometry.zero import PARTS, STAGES
-from elastic.planner.memory_model import FOOTPRINTS, Footprint, Precision
+from elastic.planner.footprint import FOOTPRINTS, Footprint, Precision
 from pipelines.errors import UserError
 
 TITLES: dict[Precision, str] = {
@@ -16,6 +17,17 @@ TITLES: dict[Precision, str] = {
     "mixed": "mixed precision, Adam",
     "full": "fp32, Adam, with activations",
 }
+
+
+def print_footprints(num_params: float | None, shard_counts: str) -> None:
+    """Print the tables of `elastic plan --model-params`. Raises `UserError`."""
+    if num_params is None:
+        raise UserError("give a recipe, e.g. elastic plan byte_lm, or --model-params, e.g. 7e9")
+    if not 1 <= num_params < float("inf"):
+        raise UserError(f"--model-params {num_params:g}: give 1 or more parameters, e.g. 7e9")
+    for formula, table in footprint_tables(num_params, parse_counts(shard_counts)):
+        Console(soft_wrap=True).print(formula, highlight=False)
+        Console().print(table)
 
 
 def footprint_tables(num_params: float, shard_counts: Sequence[int]) -> list[tuple[str, Table]]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from typing import Any
 
 import torch
@@ -10,6 +9,7 @@ from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
 from torch.utils.hooks import RemovableHandle
 
+from elastic.planner.devices import device_of
 from pipelines.settings import TrainSettings
 from pipelines.training.workload.parallel_groups import ALONE
 from pipelines.training.workload.state import build_on_meta
@@ -18,32 +18,6 @@ from pipelines.training.workload.workload import PADDING, Workload
 FORWARD_AND_BACKWARD = 6
 """Operations for each multiplication of a forward pass: a product and a sum, and in the backward
 pass twice as many."""
-PEAK_TFLOPS = {
-    "B200": 2250.0,
-    "B100": 1750.0,
-    "GH200": 989.0,
-    "H200": 989.0,
-    "H100 PCIe": 756.0,
-    "H100 NVL": 835.0,
-    "H100": 989.0,
-    "H800": 989.0,
-    "A100": 312.0,
-    "A800": 312.0,
-    "A30": 165.0,
-    "A10G": 70.0,
-    "A10": 125.0,
-    "L40S": 362.0,
-    "L40": 181.0,
-    "L4": 121.0,
-    "RTX 4090": 165.2,
-    "RTX 3090": 71.0,
-    "MI300X": 1307.0,
-    "MI325X": 1307.0,
-    "MI250X": 191.5,
-}
-"""Dense bfloat16 matrix products by the name of the device, from the makers' data sheets; the first
-name that is a part of the device's counts. Of the MI250X each die is a device."""
-HALF = ("bfloat16", "float16")
 
 
 def count_step_flops(workload: Workload, settings: TrainSettings) -> float | None:
@@ -101,13 +75,11 @@ class ForwardFlops:
 def peak_flops(device_name: str, settings: TrainSettings) -> float | None:
     """The most operations that a device can do in a second, or None if that is not known.
 
-    The table has half precision only: for other data types `peak_tflops` sets the peak.
+    Only for half precision: for other data types `peak_tflops` sets the peak.
     """
     if settings.peak_tflops is not None:
         return settings.peak_tflops * 1e12
-    if settings.dtype not in HALF or "MIG" in device_name:  # a part of a GPU
+    if settings.dtype not in ("bfloat16", "float16"):
         return None
-    for name, tflops in PEAK_TFLOPS.items():
-        if re.search(rf"\b{re.escape(name)}\b", device_name, re.IGNORECASE):
-            return tflops * 1e12
-    return None
+    device = device_of(device_name)
+    return device.peak_flops(settings.dtype) if device else None

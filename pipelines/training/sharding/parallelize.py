@@ -45,14 +45,7 @@ def parallelize(
     """
     for module in modules:
         bring_constants(module, groups.device)
-        if parallel.tp is not None:
-            shape = workload.shape()
-            if shape.sequence_parallel:
-                parallelize_modules(module, shape, parallel.tp, parallel.num_held)
-            else:
-                parallelize_parameters(module, shape, parallel.tp)
-        for block in workload.blocks(module):
-            _wrap_forward(block, settings)
+        parallelize_module(module, workload, parallel, settings)
         if parallel.tp is not None and not workload.shape().sequence_parallel:
             _draw_as_whole(module, workload, groups, parallel.tp, settings)
     fully = groups.layout.zero == 3 and not _has_full_parameters(groups)
@@ -95,6 +88,20 @@ def _draw_as_whole(
     for name in names:
         if name in parts:
             draw_as_whole(parts[name], ranks, partial(find, name))
+
+
+def parallelize_module(
+    module: nn.Module, workload: Workload, parallel: ParallelGroups, settings: TrainSettings
+) -> None:
+    """Shard a module over `tp`, and compile and checkpoint its blocks as the settings say."""
+    if parallel.tp is not None:
+        shape = workload.shape()
+        if shape.sequence_parallel:
+            parallelize_modules(module, shape, parallel.tp, parallel.num_held)
+        else:
+            parallelize_parameters(module, shape, parallel.tp)
+    for block in workload.blocks(module):
+        _wrap_forward(block, settings)
 
 
 def _has_full_parameters(groups: Groups) -> bool:

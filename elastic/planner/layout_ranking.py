@@ -1,0 +1,286 @@
+"""Layout ranking: the layouts of so many workers on a device, by predicted seconds a step.
+
+Seconds follow a roofline: a microbatch takes the larger of its operations at `efficiency` of the
+device's peak and its memory traffic at the memory's bandwidth; communication is that of
+`step_cost`, and a latency for each collective; the optimizer reads and writes a worker's state
+once. A pass takes no less than the host needs to issue its operations.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, fields, replace
+from math import gcd
+
+from elastic.geometry.layout import Layout
+from elastic.geometry.target_layout import TargetLayout
+from elastic.geometry.training_job import Bandwidths, Capacity, Job
+from elastic.planner.candidates import refused_shape
+from elastic.planner.devices import DeviceSpec
+from elastic.planner.memory_model import fits
+from elastic.planner.step_cost import StepParts, step_parts
+from elastic.planner.worker_memory import WorkerMemory, pass_memory, worker_memory
+
+EFFICIENCY = 0.45
+"""The share of a device's peak that large matrix products and the kernels between them reach."""
+PARAMETER_READS = 3
+"""A microbatch reads all parameters in forward, and twice in backward."""
+ACTIVATION_ACCESSES = 4
+"""Activations are written and read in forward, and so are their gradients in backward."""
+MERGED_SHARE = 3
+"""A merged pass keeps at most this part of the free memory, as `PassSize` does."""
+MAX_PP = 16
+LEAST_CP_TOKENS = 1024
+"""Context parallelism is a candidate if each rank keeps so many tokens."""
+
+
+@dataclass(frozen=True, slots=True)
+class Workplace:
+    """What the workers are, and what a step of the job has to do.
+
+    A step has `step_flops` operations in forward and backward, and `recomputed` times as many are
+    computed with activation checkpointing. `price` is that of a worker for an hour.
+    """
+
+    device: DeviceSpec
+    peak_flops: float
+    step_flops: float
+    recomputed: float = 1.0
+    efficiency: float = EFFICIENCY
+    price: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Estimate:
+    """The prediction for one layout; `seconds` are those of a step, by what takes them."""
+
+    layout: Layout
+    memory: WorkerMemory
+    is_fitting: bool
+    seconds: dict[str, float]
+    mfu: float
+    samples_per_s: float
+    hours: float
+    cost: float | None
+    reason: str = ""
+
+    @property
+    def step_s(self) -> float:
+        return sum(self.seconds.values())
+
+
+@dataclass(frozen=True, slots=True)
+class LayoutRanking:
+    """Layouts for a number of workers: those that fit by seconds a step, then those that do not.
+
+    `refusals` are reasons why the model does not allow some others.
+    """
+
+    num_workers: int
+    estimates: tuple[Estimate, ...] = field(default=())
+    refusals: tuple[str, ...] = ()
+
+    @property
+    def best(self) -> Estimate | None:
+        first = self.estimates[0] if self.estimates else None
+        return first if first is not None and first.is_fitting else None
+
+
+def rank_layouts(
+    job: Job, workplace: Workplace, num_workers: int, layouts: Iterable[Layout] = ()
+) -> LayoutRanking:
+    """Rank some layouts, by default all that make use of these workers."""
+    refusals: list[str] = []
+    chosen = []
+    for layout in layouts or candidate_layouts(job, workplace.device, num_workers):
+        refusal = _refusal(job, layout, num_workers)
+        if refusal is None:
+            chosen.append(layout)
+        elif refusal not in refusals:
+            refusals.append(refusal)
+    job = with_speed(job, workplace)
+    estimates = [_estimate(job, workplace, layout, num_workers) for layout in chosen]
+    estimates.sort(key=_order)
+    with_reasons = tuple(_with_reasons(estimates, workplace, job.margin))
+    return LayoutRanking(num_workers, with_reasons, tuple(refusals))
+
+
+def candidate_layouts(job: Job, device: DeviceSpec, num_workers: int) -> Iterator[Layout]:
+    """The layouts that use as many of the workers as they can; `tp` and `cp` stay in a node."""
+    limits = job.limits
+    seq_len = limits.seq_len or 0
+    max_pp = min(limits.num_layers or 1, num_workers, MAX_PP)
+    for pp in _divisors_of_power(max_pp):
+        for tp in _divisors_of_power(min(device.per_node, num_workers // pp)):
+            if (limits.tp_divides or 1) % tp or (tp > 1 and limits.tp_divides is None):
+                continue
+            max_cp = min(device.per_node // tp, num_workers // (pp * tp))
+            for cp in _divisors_of_power(max(1, min(max_cp, seq_len // LEAST_CP_TOKENS))):
+                yield from _with_data_axes(job, TargetLayout(pp, cp, tp), num_workers)
+
+
+def with_speed(job: Job, workplace: Workplace) -> Job:
+    """The job with the seconds of a microbatch and the bandwidths of this device."""
+    device, memory = workplace.device, job.memory
+    flops = workplace.step_flops * workplace.recomputed / max(1, job.num_microbatches)
+    moved = PARAMETER_READS * (memory.copy_bytes or job.param_bytes)
+    if memory.passes:
+        trial = pass_memory(memory.passes, 1)
+        moved += ACTIVATION_ACCESSES * (trial.blocks_bytes + trial.outer_bytes)
+    by_memory = moved / (device.memory_gb_s * 1e9) if device.memory_gb_s else 0.0
+    bandwidths = Bandwidths(
+        device.node_gb_s * 1e9 or None, device.far_gb_s * 1e9 or None, device.far_gb_s * 1e9 or None
+    )
+    seconds = max(flops / (workplace.peak_flops * workplace.efficiency), by_memory)
+    return replace(job, microbatch_s=seconds, bandwidths=bandwidths)
+
+
+def _estimate(job: Job, workplace: Workplace, layout: Layout, num_workers: int) -> Estimate:
+    device = workplace.device
+    capacity = Capacity(
+        num_workers, int(device.memory_gb * 1e9) or None, device.per_node, device.per_node
+    )
+    axes = TargetLayout(layout.pp, layout.cp, layout.tp, layout.ep, layout.zero, layout.vp)
+    parts = step_parts(axes, job, capacity)(layout.dp, layout.fsdp)
+    memory = worker_memory(job, layout)
+    latency = _latencies(job, layout, device.latency_us / 1e6)
+    seconds = {
+        name: cost * job.microbatch_s + latency.get(name, 0.0)
+        for name, cost in zip(StepParts._fields, parts, strict=True)
+    }
+    issued = _issue_s(job, layout, memory, device)
+    seconds["host"] = max(0.0, issued - seconds["compute"])
+    if device.memory_gb_s:
+        updated = 2 * (memory.parameters + memory.optimizer) + memory.gradients
+        seconds["optimizer"] = updated / (device.memory_gb_s * 1e9)
+    step_s = sum(seconds.values())
+    hours = job.steps * step_s / 3600
+    peak = layout.num_workers * workplace.peak_flops
+    return Estimate(
+        layout,
+        memory,
+        fits(job, layout, capacity),
+        seconds,
+        mfu=workplace.step_flops / step_s / peak,
+        samples_per_s=job.num_microbatches * job.microbatch / step_s,
+        hours=hours,
+        cost=None if workplace.price is None else hours * layout.num_workers * workplace.price,
+    )
+
+
+def _num_passes(job: Job, layout: Layout, memory: WorkerMemory, device: DeviceSpec) -> int:
+    """The passes of a worker in a step: microbatches are merged as far as memory allows."""
+    rounds = -(-job.num_microbatches // layout.num_data_ranks)
+    if layout.pp > 1:
+        return max(rounds, layout.pp)
+    free = (device.memory_gb * 1e9 - memory.state) / MERGED_SHARE
+    merged = int(free / max(1, memory.activations)) if job.memory.merges else 1
+    return -(-rounds // max(1, min(rounds, merged)))
+
+
+def _issue_s(job: Job, layout: Layout, memory: WorkerMemory, device: DeviceSpec) -> float:
+    """The time in which the host issues all operations of a step."""
+    if not job.memory.passes:
+        return 0.0
+    num_operations = pass_memory(job.memory.passes, layout.tp).num_operations / layout.pp
+    return _num_passes(job, layout, memory, device) * num_operations * device.issue_us / 1e6
+
+
+def _latencies(job: Job, layout: Layout, latency_s: float) -> dict[str, float]:
+    """The latencies of a step's collectives, by axis; the bytes are in `step_cost`."""
+    rounds = max(layout.pp, -(-job.num_microbatches // layout.num_data_ranks))
+    blocks = -(-(job.memory.num_blocks or job.num_layers or 1) // layout.pp)
+    gathers = 3 * rounds if layout.zero == 3 and layout.pp == 1 else 2
+    return {
+        "tp": rounds * blocks * 8 * latency_s if layout.tp > 1 else 0.0,
+        "cp": rounds * blocks * 6 * (layout.cp - 1) * latency_s,
+        "pp": rounds * 2 * layout.vp * latency_s if layout.pp > 1 else 0.0,
+        "fsdp": blocks * gathers * latency_s if layout.fsdp > 1 else 0.0,
+        "dp": blocks * latency_s if layout.dp > 1 else 0.0,
+    }
+
+
+def _order(estimate: Estimate) -> tuple[bool, float, tuple[int, ...]]:
+    """Fitting layouts first, then the shorter step, then more replicas and smaller degrees."""
+    layout = estimate.layout
+    need = estimate.step_s if estimate.is_fitting else float(estimate.memory.total)
+    return (not estimate.is_fitting, need, (-layout.dp, *layout.degrees, layout.zero))
+
+
+def _with_reasons(
+    estimates: list[Estimate], workplace: Workplace, margin: float
+) -> Iterator[Estimate]:
+    best = estimates[0] if estimates and estimates[0].is_fitting else None
+    for estimate in estimates:
+        if estimate is best:
+            yield replace(estimate, reason="the shortest step")
+        elif estimate.is_fitting and best is not None:
+            yield replace(estimate, reason=_why_slower(estimate, best))
+        else:
+            yield replace(estimate, reason=_why_too_big(estimate, workplace.device, margin))
+
+
+def _why_slower(estimate: Estimate, best: Estimate) -> str:
+    """What takes most of the time that the best layout does not need."""
+    added = {name: s - best.seconds.get(name, 0.0) for name, s in estimate.seconds.items()}
+    name = max(added, key=lambda key: added[key])
+    ratio = estimate.step_s / best.step_s
+    if ratio < 1.005:
+        return "as fast"
+    fewer = best.layout.num_workers - estimate.layout.num_workers
+    if name == "compute" and fewer > 0:
+        return f"{ratio:.3g}x the time: uses {fewer} workers less"
+    return f"{ratio:.3g}x the time: {CAUSES.get(name, f'{name} communication')}"
+
+
+CAUSES = {
+    "compute": "work is dealt less evenly",
+    "host": "more passes to issue",
+    "bubble": "the pipeline's bubble",
+    "optimizer": "a larger optimizer step",
+}
+
+
+def _why_too_big(estimate: Estimate, device: DeviceSpec, margin: float) -> str:
+    memory = estimate.memory
+    sizes = {part.name: getattr(memory, part.name) for part in fields(memory)}
+    name = max(sizes, key=lambda key: sizes[key])
+    return (
+        f"needs {memory.total * margin / 1e9:,.3g} GB of {device.memory_gb:g} with a margin of "
+        f"{margin:g}; most: {name}"
+    )
+
+
+def _refusal(job: Job, layout: Layout, num_workers: int) -> str | None:
+    """Why a layout is not possible, whatever the memory; or None."""
+    axes = TargetLayout(layout.pp, layout.cp, layout.tp, layout.ep, layout.zero, layout.vp)
+    if layout.num_workers > num_workers:
+        return f"{layout} needs {layout.num_workers} workers"
+    if layout.num_data_ranks > job.num_microbatches:
+        return (
+            f"{layout} has {layout.num_data_ranks} data ranks, but a step has only "
+            f"{job.num_microbatches} microbatches"
+        )
+    return job.limits.refusal(layout) or refused_shape(axes, job)
+
+
+def _with_data_axes(job: Job, axes: TargetLayout, num_workers: int) -> Iterator[Layout]:
+    """Replicas alone, and each division of the data ranks in replicas and shards by stage."""
+    most = min(num_workers // axes.num_model_ranks, job.num_microbatches)
+    if most < 1:
+        return
+    num_experts = job.limits.num_experts or 1
+    for fsdp in (fsdp for fsdp in range(1, most + 1) if most % fsdp == 0):
+        ep = gcd(num_experts, fsdp * axes.cp * axes.tp)
+        for zero in (1, 2, 3) if fsdp > 1 else (3,):
+            yield replace(axes, zero=zero).layout(most // fsdp, fsdp)
+            if ep > 1:
+                yield replace(axes, zero=zero, ep=ep).layout(most // fsdp, fsdp)
+
+
+def _divisors_of_power(most: int) -> Iterator[int]:
+    """1, 2, 4 and so on, up to `most`."""
+    degree = 1
+    while degree <= most:
+        yield degree
+        degree *= 2
