@@ -84,10 +84,10 @@ def main(run):
                 step.backward(losses(model, batch))
             scheduler.step()
         if step.committed and step.number % num_steps == 0:
-            run.print(f"epoch {step.epoch}: held-out accuracy {run.evaluate()['accuracy']:.4f}")
+            step.report(held_out_accuracy=run.evaluate()["accuracy"])
     print(f"trained: held-out accuracy {evaluate(model, held_out):.4f}")
     model.save_pretrained("encoder")
 
 
 if __name__ == "__main__":
-    main()
+    ElasticTrainer(main).fit()
