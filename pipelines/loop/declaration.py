@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import nn
 
+from pipelines.loop.microbatch_state import MicrobatchStates
 from pipelines.loop.prepared.called_module import CalledModels
 from pipelines.loop.prepared.carried_state import CarriedState
 from pipelines.loop.prepared.data_source import DataSource
@@ -50,6 +51,7 @@ class Declaration:
     source: DataSource
     counts: StepCounts
     carried: CarriedState
+    states: MicrobatchStates
     evaluation: EvaluationSetup | None = None
     plan: Mapping[str, Any] = field(default_factory=dict)
     """How `tp` shards the layers of `model`; see `Recipe.plan`."""

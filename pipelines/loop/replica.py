@@ -101,7 +101,14 @@ class LoopReplica(ShardedReplica):
     ) -> Tensor:
         if self._committed is None:
             self.resume(step - 1, interrupt)
+        self.loop.declaration.states.begin_step()
         return super().compute(step, interrupt, skipped_batches)
+
+    def _feed_round(self, step: int, microbatches: Sequence[int]) -> Any:
+        number = microbatches[0] if microbatches else None
+        states, dtype = self.loop.declaration.states, getattr(torch, self.settings.dtype)
+        states.begin_microbatch(number, dtype, self.groups.device)
+        return super()._feed_round(step, microbatches)
 
     def prepare_gradients(self) -> None:
         script = self.loop.declaration.optimizer_factory
@@ -109,6 +116,9 @@ class LoopReplica(ShardedReplica):
             self.sharded.drop_gradients(lambda name: not script.is_stepped(name))
         if (used := self.loop.values.scaler.used) != 1.0:
             scale_tensors(list(self.state.gradients().values()), 1 / used)
+        states = self.loop.declaration.states
+        states.end_step()
+        states.gather(self.groups, self.interrupt_hooks.interrupt)
 
     def apply(self, step: int, vote: Vote) -> Applied:
         applied = super().apply(step, vote)

@@ -9,7 +9,7 @@ from inspect import currentframe
 from types import FrameType
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
@@ -17,6 +17,7 @@ from torch.utils.data import DataLoader
 
 from actors.runtime.program import Evaluation
 from pipelines.loop.declaration import Declaration, EvaluationSetup, StepCounts
+from pipelines.loop.microbatch_state import CarriedTensor, MicrobatchStates
 from pipelines.loop.prepared.called_module import CalledModels
 from pipelines.loop.prepared.carried_state import CarriedState
 from pipelines.loop.prepared.data_source import DataSource, drawn_by, source_of
@@ -57,6 +58,7 @@ class Run:
         self._schedulers: list[LRScheduler] = []
         self._scaler: LossScaler | None = None
         self._kept = KeptObjects()
+        self._states = MicrobatchStates()
         self._factory: ScriptOptimizerFactory | None = None
         self._source: DataSource | None = None
         self._evaluation: EvaluationSetup | None = None
@@ -105,6 +107,16 @@ class Run:
                 raise LoopMisused("run.keep: this model is prepared, which keeps it")
             self._kept.add(item)
         return objects[0] if len(objects) == 1 else objects
+
+    def state(self, first: Tensor) -> CarriedTensor:
+        """Declare a tensor that each microbatch passes on to the same one of the next step.
+
+        Such as the hidden state of a recurrent network, before the loop. `first` is its value at
+        the first step, for one microbatch. Within `step.batches()` read and set the `value` of
+        what this returns. It is part of the run's state, with any number of workers, and what a
+        step that fails has set is dropped. Raises `LoopMisused` for what is no tensor.
+        """
+        return self._states.add(first)
 
     def evaluation(
         self,
@@ -168,6 +180,9 @@ class Run:
             kinds = {"model": models or None, "optimizer": optimizers or None, "loader": source}
             missing = [kind for kind, item in kinds.items() if item is None]
             raise LoopMisused(f"run.steps: pass run.prepare the {' and the '.join(missing)} first")
+        self._states.refuse_other_order(source.dataset)
+        for rows in self._states.begin(counts.microbatches):
+            self._kept.add(rows)
         self._kept.refuse_shared(models)
         names = {parameter: name for name, parameter in joined(models).named_parameters()}
         self._factory = ScriptOptimizerFactory(
@@ -179,6 +194,7 @@ class Run:
             source,
             counts,
             CarriedState(script, self._known(), self._kept.objects),
+            self._states,
             self._evaluation,
             *self._plans.joined(len(models)),
         )

@@ -84,7 +84,11 @@ def settings_of(declaration: Declaration) -> TrainSettings:
 
 
 def recipe_of(declaration: Declaration, settings: TrainSettings) -> Recipe:
-    """A recipe of what was declared, without the training passes, which the loop drives."""
+    """A recipe of what was declared, without the training passes, which the loop drives.
+
+    Raises `LoopMisused` if the settings contradict the script.
+    """
+    declaration.states.refuse_other_number(settings.num_microbatches)
     evaluation, source = declaration.evaluation, declaration.source
     return Recipe(
         model=partial(_copied, declaration.model),

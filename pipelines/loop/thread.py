@@ -261,7 +261,8 @@ def _report(carried: list[str], is_first_worker: bool) -> None:
         print(
             f"elastic: {', '.join(carried)}: the script changes it from step to step, but it is "
             "not part of the run's state: a worker that joins and a resumed run begin with its "
-            "first values. If training depends on it, pass it to run.keep before the loop",
+            "first values. If training depends on it, pass it to run.keep before the loop, or to "
+            "run.state if each microbatch has its own",
             flush=True,
         )
 

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from actors.runtime.program import Evaluation
 from pipelines.loop.loop import Loop
+from pipelines.loop.microbatch_state import MicrobatchStates
 from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.step import Position
 from pipelines.loop.thread import Request
@@ -44,7 +45,7 @@ def try_body(loop: Loop, workload: CustomWorkload) -> None:
             loop.answer(_answer(loop.request, workload))
         if loop.left_after is not None:
             return
-        loop.compute(_TrialEngine(workload), module)
+        loop.compute(_TrialEngine(workload, loop.declaration.states), module)
     _refuse_no_gradient(module)
 
 
@@ -53,8 +54,10 @@ class _TrialEngine:
 
     num_microbatches = NUM_MICROBATCHES
 
-    def __init__(self, workload: CustomWorkload) -> None:
+    def __init__(self, workload: CustomWorkload, states: MicrobatchStates) -> None:
         self._microbatches = self._read(workload)
+        self._states = states
+        self._dtype = workload.dtype
 
     def next(self) -> CustomBatch:
         torch.clear_autocast_cache()
@@ -69,6 +72,7 @@ class _TrialEngine:
         for first in range(0, len(samples), size):
             batch = workload.read(samples[first : first + size])
             workload.seed_forward(first)
+            self._states.begin_microbatch(first // size, self._dtype, torch.device("cpu"))
             yield workload.feed(batch, torch.device("cpu"), ALONE, first)
 
 
