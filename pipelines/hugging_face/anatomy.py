@@ -79,11 +79,13 @@ def anatomy_of(model: nn.Module) -> Anatomy:
     randomness = _why_random(model.config)
     if randomness:
         no_tp, no_pp = no_tp or randomness, no_pp or randomness
-    refused = [("cp", NO_CP), ("ep", NO_EP)]
+    has_experts = any(name.endswith(".experts") for name in names.values())
+    refused = [("cp", NO_CP), *([("ep", NO_EP)] if has_experts else [])]
     refused += [(axis, reason) for axis, reason in (("tp", no_tp), ("pp", no_pp)) if reason]
     limits = Limits(
         tp_divides=1 if no_tp else _divisor(model, styles),
         num_layers=len(layers),
+        num_experts=1,
         refused=tuple(refused),
     )
     shape = ModelShape(
@@ -104,7 +106,12 @@ def _blocks(model: nn.Module) -> tuple[str, ...]:
         if isinstance(layers, nn.ModuleList):
             return tuple(f"{name}.{number}" for number in range(len(layers)))
     whole = undivided_classes(model)
-    return tuple(name for name, module in modules.items() if type(module).__name__ in whole)
+    blocks: list[str] = []
+    for name, module in modules.items():
+        is_inside = any(name.startswith(f"{block}.") for block in blocks)
+        if type(module).__name__ in whole and not is_inside:
+            blocks.append(name)
+    return tuple(blocks)
 
 
 def _styles(model: nn.Module, head: str) -> tuple[dict[str, Style], str]:
@@ -181,9 +188,14 @@ def _layers(
         return whole, "it ties weights of two stages; set tie_word_embeddings=false to untie them"
     inner = [name for name in plan if name.startswith(f"{model.base_model_prefix}.")]
     outer = [name for name in plan if name not in inner]
-    at = inner.index(blocks[0].rpartition(".")[0])
+    layer_list = blocks[0].rpartition(".")[0]
+    if layer_list not in inner:
+        return whole, f"{type(model).__name__} has no pipeline plan"
+    at = inner.index(layer_list)
     front, back = tuple(inner[:at]), (*inner[at + 1 :], *outer)
-    if front != (embedding,) or head not in back:
+    # Some models drop out embeddings in a module of its own, which has no parameters.
+    extra = [name for name in front[1:] if any(True for _ in modules[name].parameters())]
+    if front[:1] != (embedding,) or extra or head not in back:
         return whole, "its pipeline plan must begin with the embedding and end with the head"
     parts = (front, *((block,) for block in blocks), back)
     layers = tuple(Layer(names, _cost(model, names)) for names in parts)

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import sys
+from functools import cache
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,8 @@ from pipelines.data.transformers_library import library
 from pipelines.errors import UserError
 from pipelines.hugging_face.transformers_private import initialise, initialises
 from pipelines.settings.home import expand_home
+from pipelines.training.workload.initial_values import Distribution
+from pipelines.training.workload.recorded_init import Recorder
 
 CPU = torch.device("cpu")
 UNSUPPORTED_FIELDS = ("auto_map", "quantization_config")
@@ -61,10 +66,26 @@ def build(fields: dict[str, Any]) -> nn.Module:
     except (ValueError, TypeError, AttributeError, KeyError, ImportError) as error:
         kind = fields["model_type"]
         raise UserError(f"model.config: model_type={kind}: {_one_line(error)}") from None
+    if is_encoder(model):
+        raise UserError(
+            f"model.config: model_type={fields['model_type']} is an encoder, whose tokens see "
+            "later ones: --set model.config.is_decoder=true, or train it by a custom recipe "
+            "(docs/architectures.md)"
+        )
     model.config.use_cache = False
     _fill_buffers(model)
     assert isinstance(model, nn.Module)
     return model
+
+
+def is_encoder(model: nn.Module) -> bool:
+    """Whether the model, as configured, lets each token see later ones.
+
+    `transformers` only warns. Some causal models have `is_decoder=false`, too, but no other mask.
+    """
+    config: Any = model.config
+    code = vars(sys.modules[type(model).__module__])
+    return getattr(config, "is_decoder", True) is False and "create_bidirectional_mask" in code
 
 
 def input_embedding(model: nn.Module) -> nn.Module:
@@ -125,6 +146,27 @@ def draw_tensor(model: nn.Module, name: str, seed: int) -> Tensor:
     if tensor.is_floating_point() and tensor.isnan().any():
         raise UserError(f"model.config: transformers does not initialise {name}")
     return tensor
+
+
+@cache
+def distribution(model: nn.Module, name: str) -> Distribution | None:
+    """The distribution from which `transformers` draws a parameter, determined without drawing it.
+
+    The model is on the meta device, where random operations cost nothing, and a recorder notes the
+    operations on the parameter. None for a buffer, and for a parameter that no single draw from a
+    known distribution fills.
+    """
+    owner, _, key = name.rpartition(".")
+    holder = model.get_submodule(owner)
+    tensor = direct_parameters(holder).get(key)
+    if tensor is None:
+        return None
+    recorder = Recorder(least_elements=inf)
+    recorder.watch(tensor)
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), recorder:
+        initialise_upwards(model, owner)
+    record = recorder.record(tensor)
+    return record.distribution if record else None
 
 
 def _fill_buffers(model: nn.Module) -> None:

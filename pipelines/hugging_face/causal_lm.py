@@ -23,8 +23,13 @@ from pipelines.hugging_face.adapters import (
     with_adapters,
 )
 from pipelines.hugging_face.anatomy import Anatomy, Placeholder, anatomy_of
-from pipelines.hugging_face.building import build, draw_tensor, output_embedding, text_config
-from pipelines.hugging_face.initial_distribution import distribution
+from pipelines.hugging_face.building import (
+    build,
+    distribution,
+    draw_tensor,
+    output_embedding,
+    text_config,
+)
 from pipelines.settings import HuggingFaceSettings, LoraSettings
 from pipelines.training.models.next_token import NextToken
 from pipelines.training.workload.initial_values import draw, slices_of
@@ -81,18 +86,11 @@ class CausalLMWorkload(NextToken):
                 "(--set data.tokenizer=FOLDER/tokenizer.json)"
             )
         has_documents = self.is_far or self.train.read([0]).documents is not None
-        if has_documents and not self._separates_documents():
+        if has_documents and not separates_documents(self.example):
             raise UserError(
                 f"{type(self.example).__name__} has no mask that separates the documents of a "
                 "sequence: --set data.attend_across_documents=true"
             )
-
-    def _separates_documents(self) -> bool:
-        kind = type(self.example)
-        code = vars(sys.modules[kind.__module__])
-        if "position_ids" not in signature(kind.forward).parameters:
-            return False
-        return any(name in code for name in MASKS) and "create_recurrent_attention_mask" not in code
 
     def module(self, parallel: ParallelGroups = ALONE) -> nn.Module:
         model = build(self.settings.config)
@@ -157,6 +155,15 @@ class CausalLMWorkload(NextToken):
         """A tiny Llama: an arbitrary model cannot be made smaller."""
         samples = RandomWindows("train", 4, vocab_size=8, num_samples=8)
         return CausalLMWorkload(HuggingFaceSettings(config=TINY), samples, samples, self.dtype)
+
+
+def separates_documents(model: nn.Module) -> bool:
+    """Whether the model's masks separate the documents of a sequence by their positions."""
+    kind = type(model)
+    code = vars(sys.modules[kind.__module__])
+    if "position_ids" not in signature(kind.forward).parameters:
+        return False
+    return any(name in code for name in MASKS) and "create_recurrent_attention_mask" not in code
 
 
 def staged_forward(model: nn.Module, anatomy: Anatomy) -> Callable[..., Tensor]:

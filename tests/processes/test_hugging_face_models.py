@@ -5,35 +5,34 @@ from __future__ import annotations
 import json
 from multiprocessing import set_forkserver_preload
 from pathlib import Path
-from typing import NamedTuple
 
 import models_on_disk  # offline, before transformers is imported
 import plain_causal_lm
 import pytest
 import torch
+from causal_lm_cases import (
+    Case,
+    assert_equals_plain_loop,
+    run_rank,
+    settings_for,
+    train_plain_model,
+)
 from harness import run_in_processes
-from ranks import formed_groups, open_file_store
 from run_checks import assert_no_step_repeated
-from test_replica import Trained, program_of, train
+from test_replica import program_of
 from torch.multiprocessing import start_processes
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 
 from actors.runtime.fault_spec import Fault
-from elastic.geometry.layout import Layout
 from elastic.geometry.regions import Region
-from elastic.geometry.sample_order import sample_of
-from elastic.geometry.shard_map import region_of
 from elastic.geometry.target_layout import TargetLayout
 from elastic.protocol.events import LayoutRequested
 from pipelines.errors import UserError
-from pipelines.hugging_face.causal_lm import positions_of
 from pipelines.hugging_face.export import export
 from pipelines.run.plan import TrainRequest, make_plan
 from pipelines.run.recipes import load
-from pipelines.settings import CheckpointSettings, DataSettings, TrainSettings
-from pipelines.training.workload.optimizer import learning_rate
+from pipelines.settings import CheckpointSettings
 
-NUM_STEPS = 3
 NUM_PROCESSES = 4
 SIZES = {
     "vocab_size": 70,
@@ -55,18 +54,6 @@ MODELS = {
     "qwen3": {"head_dim": 12},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
 }
-
-
-class Case(NamedTuple):
-    """A model and the layout under which it is trained."""
-
-    model: str
-    layout: str
-    microbatch: int = 1
-
-    @property
-    def name(self) -> str:
-        return f"{self.model} {self.layout}"
 
 
 CASES = [
@@ -99,57 +86,6 @@ def save_model(folder: Path, name: str) -> Path:
     return model_folder
 
 
-def settings_for(model_folder: Path, **changes: object) -> TrainSettings:
-    return load(f"hf:{model_folder}").model_copy(
-        update={
-            "data": DataSettings(source="random", seq_len=16),
-            "dtype": "float64",
-            "batch": 6,
-            "eval_every": 1,
-            "eval_samples": 3,
-            **changes,
-        }
-    )
-
-
-def train_plain_model(
-    settings: TrainSettings, num_steps: int
-) -> tuple[list[tuple[float, float]], dict]:
-    """Train the model with plain `transformers` on the same samples."""
-    model, optimizer = plain_causal_lm.load(settings.init_from), settings.optimizer
-    data, batches = program_of(settings).workload.train, []
-    for step in range(num_steps):
-        ids = range(step * settings.batch, (step + 1) * settings.batch)
-        batch = data.read(
-            [sample_of(settings.seed, sample_id, data.num_samples) for sample_id in ids]
-        )
-        positions = positions_of(batch.documents)
-        batches.append((batch.tokens, batch.targets, positions))
-    losses_and_norms = plain_causal_lm.train(
-        model,
-        batches,
-        [learning_rate(optimizer, step) for step in range(1, num_steps + 1)],
-        (optimizer.beta1, optimizer.beta2),
-        optimizer.weight_decay,
-        optimizer.max_grad_norm,
-    )
-    return losses_and_norms, model.state_dict()
-
-
-def run_rank(world_rank: int, folder: Path, cases: list[Case]) -> None:
-    """The work of one process: train each case that has its rank."""
-    torch.set_num_threads(1)
-    store = open_file_store(folder, NUM_PROCESSES)
-    for case in cases:
-        layout = Layout.parse(case.layout)
-        if world_rank >= layout.num_workers:
-            continue
-        program = program_of(settings_for(folder / case.model, microbatch=case.microbatch))
-        with formed_groups(layout, store, case.name, world_rank) as groups:
-            trained = train(program, groups, NUM_STEPS)
-        torch.save(trained._asdict(), folder / f"{case.name}-{world_rank}.pt")
-
-
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The results of all cases, computed by four processes."""
@@ -157,7 +93,9 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for case in CASES:
         save_model(folder, case.model)
     set_forkserver_preload(["pipelines.run.program", "plain_causal_lm"])
-    start_processes(run_rank, (folder, CASES), NUM_PROCESSES, start_method="forkserver")
+    start_processes(
+        run_rank, (folder, CASES, NUM_PROCESSES), NUM_PROCESSES, start_method="forkserver"
+    )
     return folder
 
 
@@ -165,29 +103,6 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
 def test_sharded_model_trains_as_plain_transformers(trained: Path, case: Case) -> None:
     assert_equals_plain_loop(trained, case)
-
-
-def assert_equals_plain_loop(folder: Path, case: Case) -> None:
-    layout, settings = Layout.parse(case.layout), settings_for(folder / case.model)
-    ranks = [
-        Trained(**torch.load(folder / f"{case.name}-{rank}.pt", weights_only=False))
-        for rank in range(layout.num_workers)
-    ]
-    losses_and_norms, weights = train_plain_model(settings, NUM_STEPS)
-    losses, norms = zip(*losses_and_norms, strict=True)
-    for trained in ranks:
-        assert trained.losses == pytest.approx(losses, rel=1e-9)
-        assert trained.norms == pytest.approx(norms, rel=1e-9)
-        assert trained.num_collectives_in_apply == 0
-    for spec in program_of(settings).specs():
-        for rank, trained in enumerate(ranks) if spec.kind == "parameter" else ():
-            region = region_of(spec, layout, layout.coordinates(rank))
-            assert (spec.name in trained.tensors) == (region is not None)
-            if region is not None:
-                expected_region = models_on_disk.slice_region(weights[spec.name], region)
-                torch.testing.assert_close(
-                    trained.tensors[spec.name], expected_region, rtol=1e-9, atol=1e-12
-                )
 
 
 @pytest.mark.slow

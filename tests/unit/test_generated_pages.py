@@ -31,6 +31,11 @@ def test_tables_of_settings_page_are_up_to_date() -> None:
     assert ended.returncode == 0, ended.stderr
 
 
+def test_tables_of_architectures_page_are_what_the_code_refuses() -> None:
+    ended = run_script("make_architectures.py", "--check")
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_every_setting_has_a_description_on_its_page() -> None:
     """The test parses the page itself, without the script that wrote it."""
     row = re.compile(r"^\| `([\w.]+)` \| [^|]+ \| (yes|no) \| (.+) \|$", re.MULTILINE)

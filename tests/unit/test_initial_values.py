@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from torch import nn
 
 from elastic.geometry.regions import Region
-from pipelines.hugging_face.building import build, draw_tensor
-from pipelines.hugging_face.initial_distribution import distribution
+from pipelines.hugging_face.building import build, distribution, draw_tensor
 from pipelines.training.workload.initial_values import Constant, Normal, Uniform, draw, slices_of
 
 LLAMA = {
