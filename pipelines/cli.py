@@ -1,5 +1,5 @@
 """The command line: `elastic` train, status, logs, sweep, reshard, export, prepare, convert, plan,
-doctor.
+simulate, doctor.
 
 The only file that imports inside functions, so that `elastic status` does not load torch, Ray or
 MLflow.
@@ -48,7 +48,9 @@ from pipelines.cli_options import (
     Workers,
     WorldSizes,
 )
+from pipelines.cli_simulate import add_simulate
 from pipelines.errors import UserCodeFailed, UserError, refuse_undecodable
+from pipelines.simulation.request import SimulateRequest
 
 if TYPE_CHECKING:
     from pipelines.run.plan import TrainRequest
@@ -333,6 +335,15 @@ def plan(
         recipe, workers, flags, tuple(price or ()), tuple(set_ or ()), layout, efficiency, json_
     )
     raise typer.Exit(plan_recipe(request, _console_for_tables()))
+
+
+def _simulate(request: SimulateRequest) -> int:
+    from pipelines.simulation.simulate import simulate
+
+    return simulate(request, _console_for_tables())
+
+
+add_simulate(app, _simulate)
 
 
 @app.command(name="doctor")

@@ -1,21 +1,16 @@
-"""An object store in memory, for tests that try many interleavings."""
+"""An object store in memory that refuses writes and removals, for tests that try many
+interleavings."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from io import BytesIO
-from typing import Any
+from actors.storage import memory_storage
 
 
-class MemoryStorage:
-    """Objects appear whole, and a listing shows all of them. Its clock is `now`."""
+class MemoryStorage(memory_storage.MemoryStorage):
+    """Counts listings and removals, and refuses what a test says."""
 
     def __init__(self, url: str = "memory://run", objects: dict[str, bytes] | None = None) -> None:
-        self.url = url
-        self.objects: dict[str, bytes] = {} if objects is None else objects
-        self.times: dict[str, float] = {}
-        self.now = 0.0
+        super().__init__(url, objects)
         self.num_listings = 0
         self.refusal: Exception | None = None
         """The exception that every write and removal raises, if any."""
@@ -23,43 +18,14 @@ class MemoryStorage:
         self.unremovable = ""
         """A folder whose files cannot be removed."""
 
-    def at(self, folder: str) -> MemoryStorage:
-        """A copy of a folder, for reading and for its URL."""
-        inside = {
-            n[len(folder) + 1 :]: d for n, d in self.objects.items() if n.startswith(f"{folder}/")
-        }
-        return MemoryStorage(f"{self.url}/{folder}", inside)
-
-    def size(self, name: str) -> int | None:
-        return len(self.objects[name]) if name in self.objects else None
-
-    def modified(self, name: str) -> float | None:
-        return self.times.get(name)
-
-    def read(self, name: str, offset: int = 0, max_bytes: int | None = None) -> bytes:
-        if name not in self.objects:
-            raise FileNotFoundError(name)
-        return self.objects[name][offset:][:max_bytes]
-
     def write(self, name: str, data: bytes) -> None:
         if self.refusal:
             raise self.refusal
-        self.objects[name] = bytes(data)
-        self.times[name] = self.now
-
-    @contextmanager
-    def writing(self, name: str) -> Iterator[Any]:
-        out = BytesIO()
-        yield out
-        self.write(name, out.getvalue())
+        super().write(name, data)
 
     def files(self, folder: str = "") -> dict[str, int]:
         self.num_listings += 1
-        prefix = f"{folder}/" if folder else ""
-        return {n: len(data) for n, data in list(self.objects.items()) if n.startswith(prefix)}
-
-    def folders(self) -> list[str]:
-        return sorted({name.partition("/")[0] for name in self.objects if "/" in name})
+        return super().files(folder)
 
     def remove(self, name: str) -> None:
         refusal = self.refusal
@@ -68,10 +34,4 @@ class MemoryStorage:
             raise refusal
         if self.unremovable and name.startswith(self.unremovable):
             raise PermissionError(13, "Permission denied", name)
-        for stored_name in list(self.objects):
-            if stored_name == name or stored_name.startswith(f"{name}/"):
-                self.objects.pop(stored_name, None)
-                self.times.pop(stored_name, None)
-
-    def in_arrow(self) -> Any:
-        raise NotImplementedError
+        super().remove(name)

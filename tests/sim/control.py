@@ -10,8 +10,9 @@ from typing import Any
 from sim.meetings import Meetings
 from sim.snapshot_server import SimSnapshotServer
 from sim.storage import Storage
-from sim.timeline import Block, Body, GroupBroken, Thread, Timeline
+from sim.timeline import Block, Body, GroupBroken, Thread
 
+from actors.simulation.timeline import Timeline
 from elastic.geometry.training_job import Job
 from elastic.protocol.commands import Form
 from elastic.protocol.events import Event

@@ -8,7 +8,6 @@ waits. So the order of these is the shell's own.
 from __future__ import annotations
 
 import json
-import queue
 from collections import Counter, deque
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -17,11 +16,12 @@ from random import Random
 
 from memory_storage import MemoryStorage
 from sim.logs import CommandKey, SimLease, SimLines, SimLog, WriterHooks, key_of
-from sim.timeline import Timeline
 
 from actors.controller.fleet import Fleet, Survivors
 from actors.controller.shell import Shell
 from actors.controller.shell_parts import ShellParts, StorageOrders
+from actors.simulation.inbox import NoDetector, SimulatedInbox
+from actors.simulation.timeline import Timeline
 from actors.storage.checkpoint_files import FoundCheckpoints
 from actors.storage.file_names import JOURNAL, METRICS
 from elastic.controller.core import Core
@@ -100,44 +100,6 @@ class Records:
         assert first == same or record.missing, "invariant 8: two reports of a step differ"
 
 
-class SimInbox:
-    """Time passes while the shell waits for an event.
-
-    A timer wakes the core at times without need: a moment before a deadline, or at one that does
-    not count any more. The core must bear that, and the order of random draws depends on it.
-    """
-
-    def __init__(self, process: ControllerProcess) -> None:
-        self._process = process
-        self._events: deque[Event] = deque()
-        self._deadline: float | None = None
-        """The newest deadline of the core for which the timer has not gone off."""
-        self._timer_at = inf
-
-    def put(self, event: Event) -> None:
-        self._events.append(event)
-
-    def empty(self) -> bool:
-        return not self._events
-
-    def get(self, *, timeout: float) -> Event:
-        process, events = self._process, self._events
-        process.end_event()
-        if events:
-            return events.popleft()
-        deadline, now = process.core.newest_deadline, process.now
-        if deadline is not None and deadline != self._deadline:
-            self._deadline, self._timer_at = deadline, now + max(0.0, deadline - now)
-        process.wait(min(timeout, self._timer_at - now), lambda: bool(events))
-        if events:
-            return events.popleft()
-        if process.now >= self._timer_at:
-            self._deadline, self._timer_at = None, inf
-            if deadline is None or deadline > process.now:
-                return Woke()
-        raise queue.Empty
-
-
 class CheckedCore(Core):
     """The real core; every event is traced and checked."""
 
@@ -156,19 +118,6 @@ class CheckedCore(Core):
         commands = super().step(now, event)
         self._process.note_decision(now, event, commands, self)
         return commands
-
-
-class Undetected:
-    """No failure detector: faults raise the suspicions."""
-
-    def note(self, event: Event) -> None:
-        """Nothing."""
-
-    def note_members(self, workers: Iterable[str]) -> None:
-        """Nothing."""
-
-    def close(self) -> None:
-        """Nothing."""
 
 
 class ControllerProcess:
@@ -218,11 +167,11 @@ class ControllerProcess:
             sleep=self.wait,
             look_every_s=self._look_every_s,
             make_core=lambda state: CheckedCore(state, self),
-            make_inbox=lambda: SimInbox(self),
+            make_inbox=lambda: SimulatedInbox(self),
             open_journal=lambda _, lease: SimLines(journal, lease, journal_hooks),
             open_metrics=lambda _, lease: SimLines(metrics, lease, metrics_hooks),
             find_checkpoints=lambda _: self._find_checkpoints(),
-            open_detector=lambda *_: Undetected(),
+            open_detector=lambda *_: NoDetector(),
             open_publisher=lambda *_: self._publisher,
             open_compactor=lambda *_: None,
         )
@@ -230,6 +179,10 @@ class ControllerProcess:
     @property
     def now(self) -> float:
         return self._timeline.now
+
+    @property
+    def newest_deadline(self) -> float | None:
+        return self.core.newest_deadline
 
     @property
     def core(self) -> CheckedCore:

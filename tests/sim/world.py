@@ -17,9 +17,10 @@ from sim.scenario import Scenario, bound_s
 from sim.shell import ControllerProcess, Records
 from sim.snapshot_server import SimSnapshotServer
 from sim.storage import Storage
-from sim.timeline import Channel, Timeline
+from sim.timeline import Channel
 from sim.worker import SimWorker
 
+from actors.simulation.timeline import Timeline
 from elastic.protocol.commands import (
     Order,
     Stopped,

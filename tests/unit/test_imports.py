@@ -32,12 +32,13 @@ LEVELS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("controller",),
         ("duties",),
         ("protocol",),
+        ("simulation",),
         ("planner", "reshard"),
         ("geometry",),
     ),
     "actors": (
         (".",),
-        ("ray_backend", "local"),
+        ("ray_backend", "local", "simulation"),
         ("ray_backend/cluster", "controller"),
         ("worker",),
         ("health",),
@@ -48,7 +49,7 @@ LEVELS: dict[str, tuple[tuple[str, ...], ...]] = {
     ),
     "pipelines": (
         (".",),
-        ("api", "doctor", "migration", "plan"),
+        ("api", "doctor", "migration", "plan", "simulation"),
         ("run",),
         ("observe/sidecar",),
         ("observe/tracking",),

@@ -62,7 +62,9 @@ class TimeAxis:
         interval = next((i for i in INTERVALS_S if self.length_s / i <= 12), INTERVALS_S[-1])
         ticks = np.arange(0, self.length_s * 1.0001, interval)
         axes.set_xticks(ticks, [_tick(tick, interval) for tick in ticks])
-        start = datetime.fromtimestamp(self.start, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
+        start = "the start"  # a simulated run begins at 0
+        if self.start > 0:
+            start = datetime.fromtimestamp(self.start, UTC).strftime("%Y-%m-%d %H:%M:%S UTC")
         note = ", stops shortened" if self.stops else ""
         axes.set_xlabel(f"time since {start}{note}", color=colour, fontsize=9.5, labelpad=7)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -23,6 +24,7 @@ from pipelines.observe.view.time_axis import TimeAxis
 
 LOSS, WORLD, STOP = "#0072b2", "#56b4e9", "#f3f4f6"
 LANE_INCHES = 0.25
+DrawPanel = Callable[[Axes, History, TimeAxis], None]
 
 
 def draw(folder: RunFolder, out_png: Path) -> None:
@@ -30,8 +32,11 @@ def draw(folder: RunFolder, out_png: Path) -> None:
     render(read_history(folder), folder.name, out_png)
 
 
-def render(history: History, run_name: str, out_png: Path) -> None:
-    """Draw the timeline of a run; do nothing if its journal is empty."""
+def render(
+    history: History, run_name: str, out_png: Path, draw_top: DrawPanel | None = None
+) -> None:
+    """Draw the timeline of a run; do nothing if its journal is empty. The top panel shows the loss,
+    or what `draw_top` draws."""
     if not history.membership.sessions:
         return
     time_axis = TimeAxis(history)
@@ -40,18 +45,18 @@ def render(history: History, run_name: str, out_png: Path) -> None:
     figure = Figure(figsize=(12, 6.0 + lane_inches), dpi=130, facecolor="white")
     FigureCanvasAgg(figure)
     heights = (3.4, lane_inches, 1.35)
-    loss, events, world = figure.subplots(3, 1, sharex=True, height_ratios=heights)
+    top, events, world = figure.subplots(3, 1, sharex=True, height_ratios=heights)
     figure.subplots_adjust(left=0.1, right=0.975, top=0.87, bottom=0.085, hspace=0.09)
-    for axes in (loss, events, world):
+    for axes in (top, events, world):
         _plain(axes)
     world.set_xlim(-0.012 * time_axis.length_s, 1.012 * time_axis.length_s)
     _title(figure, history, run_name)
-    _draw_loss(loss, history, time_axis)
+    (draw_top or _draw_loss)(top, history, time_axis)
     draw_lanes(events, lanes, history, time_axis)
     _draw_world(world, history.membership.stretches, time_axis)
-    for axes in (loss, world):
+    for axes in (top, world):
         _draw_troubles(axes, history, time_axis)
-    _draw_stops((loss, events, world), time_axis)
+    _draw_stops((top, events, world), time_axis)
     time_axis.label(world, QUIET)
     figure.savefig(out_png, format="png")
 

@@ -1,0 +1,1 @@
+"""The real controller in simulated time: a timeline, nodes, a training gang and its fleet."""

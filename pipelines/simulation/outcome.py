@@ -1,0 +1,62 @@
+"""What a simulated run has achieved, in the numbers that its table and its JSON file show."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from statistics import median
+
+from actors.simulation.simulation import SimulatedRun, SimulationResult
+from elastic.simulation.trace import Availability
+
+
+@dataclass(frozen=True, slots=True)
+class SystemOutcome:
+    """One system on the trace; times are in seconds, `cost` in the currency of the prices.
+
+    `goodput` is the share of the time in steps that stay committed. `use` is the same in
+    worker-seconds, of those that the available nodes offer. Both are of the time up to `end_s`,
+    which is the end of the trace, or `finish_s` if all steps were done before.
+    """
+
+    system: str
+    goodput: float
+    use: float
+    steps: int
+    redone: int
+    pauses_s: tuple[float, ...]
+    end_s: float
+    finish_s: float | None = None
+    cost: float | None = None
+
+    @property
+    def median_pause_s(self) -> float:
+        return median(self.pauses_s) if self.pauses_s else 0.0
+
+    @property
+    def p99_pause_s(self) -> float:
+        """The pause that 99 % of the pauses do not exceed."""
+        return sorted(self.pauses_s)[-(-99 * len(self.pauses_s) // 100) - 1] if self.pauses_s else 0
+
+
+def outcome_of(run: SimulatedRun, result: SimulationResult, price: float | None) -> SystemOutcome:
+    """The outcome of the real controller."""
+    ledger, end_s = result.ledger, result.end_s
+    offered = run.trace.worker_s(run.workers_per_node, run.policy.max_workers, end_s)
+    return SystemOutcome(
+        "this controller",
+        ledger.committed_s / end_s,
+        ledger.worker_s / offered if offered else 0.0,
+        ledger.step,
+        ledger.num_redone,
+        tuple(ledger.pauses_s),
+        end_s,
+        end_s if result.outcome.outcome == "completed" else None,
+        cost_of_nodes(run.trace, end_s, price),
+    )
+
+
+def cost_of_nodes(trace: Availability, until_s: float, price: float | None) -> float | None:
+    """The price of all nodes; one price for all replaces those of the trace."""
+    if price is None:
+        return trace.cost(until_s)
+    return price * trace.worker_s(1, trace.peak, until_s) / 3600

@@ -1,0 +1,134 @@
+"""`elastic simulate`: the real controller over traces, with the policy that users get."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from actors.simulation.simulation import SimulationResult, simulate
+from pipelines.errors import UserError
+from pipelines.simulation import simulate as command
+from pipelines.simulation.outcome import SystemOutcome, outcome_of
+from pipelines.simulation.plan import plan_run
+from pipelines.simulation.request import SimulateRequest
+
+STEADY = "time,node,event\n0,a,add\n0,b,add\n0,c,add\n0,d,add\n"
+TRACE = STEADY + "600,b,remove\n900,b,add\n1200,a,remove\n1200,c,remove\n1800,a,add\n3600,e,add\n"
+FACTS = ("step_s=1", "warm_up_s=10", "detect_s=4")
+
+
+def run_trace(
+    folder: Path, text: str, **options: object
+) -> tuple[SystemOutcome, SimulationResult, list[dict[str, object]]]:
+    """Simulate a trace; return the outcome, the result and the lines of the journal."""
+    path = folder / "trace.csv"
+    path.write_text(text)
+    run = plan_run(SimulateRequest(str(path), cost=FACTS, **options))  # type: ignore[arg-type]
+    journal: list[dict[str, object]] = []
+    result = simulate(run, lambda line, is_metrics: None if is_metrics else journal.append(line))
+    return outcome_of(run, result, None), result, journal
+
+
+def test_steady_cluster_loses_only_its_start(tmp_path: Path) -> None:
+    outcome, result, _ = run_trace(tmp_path, STEADY + "3600,e,add\n", workers="1:4")
+    assert result.ledger.started_s == pytest.approx(10, abs=1)
+    assert outcome.goodput == pytest.approx(1 - 10 / 3600, abs=1e-3)
+    assert outcome.redone == 0
+    assert outcome.pauses_s == ()
+    assert outcome.steps == pytest.approx(3590, abs=40), "60 checkpoints add 0.05 s each"
+
+
+def test_each_loss_and_each_growth_is_one_pause(tmp_path: Path) -> None:
+    outcome, result, journal = run_trace(tmp_path, TRACE)
+    commands = [line.get("command") for line in journal]
+    assert commands.count("Abort") == 2
+    assert commands.count("Resume") == 5
+    assert len(outcome.pauses_s) == 4
+    assert sum(pause_s > 4 for pause_s in outcome.pauses_s) == 2, "two losses are detected late"
+    assert outcome.redone == 0, "each survivor has the whole state"
+    assert 0.98 < outcome.goodput < 0.998
+    assert result.outcome.reason == "the trace ends"
+
+
+def test_notice_saves_the_detection(tmp_path: Path) -> None:
+    silent, *_ = run_trace(tmp_path, TRACE)
+    announced, *_ = run_trace(tmp_path, TRACE, notice_s=60.0)
+    assert max(announced.pauses_s) < 4 < max(silent.pauses_s)
+    assert announced.goodput > silent.goodput
+
+
+def test_lost_shard_comes_from_a_snapshot_and_redoes_at_most_one_step(tmp_path: Path) -> None:
+    outcome, _, journal = run_trace(tmp_path, TRACE, layout="fsdp=4", batch=4)
+    sources = [line["source"] for line in journal if line.get("command") == "Reshard"]
+    assert sources.count("snapshot") >= 1
+    assert outcome.redone <= 2
+    assert outcome.goodput > 0.98
+
+
+def test_without_snapshots_a_lost_shard_goes_back_to_the_checkpoint(tmp_path: Path) -> None:
+    changes = ("snapshot.every=0", "checkpoint.every=5min")
+    outcome, _, journal = run_trace(tmp_path, TRACE, layout="fsdp=4", batch=4, changes=changes)
+    assert [line for line in journal if line.get("command") == "RolledBack"]
+    assert outcome.redone > 100
+    assert outcome.goodput < 0.95
+
+
+def test_run_waits_for_the_fewest_workers(tmp_path: Path) -> None:
+    outcome, _, journal = run_trace(tmp_path, TRACE, workers="4:4")
+    waits = [line["reason"] for line in journal if line.get("command") == "Waited"]
+    assert any("of at least 4 workers" in str(reason) for reason in waits)
+    assert outcome.goodput < 0.7
+
+
+def test_run_with_enough_time_completes(tmp_path: Path) -> None:
+    outcome, result, _ = run_trace(tmp_path, TRACE, steps=500)
+    assert result.outcome.outcome == "completed"
+    assert outcome.steps == 500
+    assert outcome.finish_s == pytest.approx(515, abs=10)
+
+
+def test_command_prints_and_writes(tmp_path: Path) -> None:
+    trace, results, picture = (tmp_path / name for name in ("t.csv", "r.json", "p.png"))
+    trace.write_text(TRACE)
+    console = Console(record=True, width=110)
+    request = SimulateRequest(str(trace), price=3.0, json=str(results), plot=str(picture))
+    assert command.simulate(request, console) == 0
+    printed = console.export_text()
+    assert "5 changes, 3 nodes lost" in printed
+    [row] = json.loads(results.read_text())["systems"]
+    assert f"{row['goodput']:.2%}" in printed
+    assert row["cost"] == pytest.approx(
+        3.0 * (600 * 4 + 300 * 3 + 300 * 4 + 600 * 2 + 1800 * 3) / 3600
+    )
+    assert picture.read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"cost": ("step=1",)}, "--cost: there is no step; similar: step_s"),
+        ({"cost": ("step_s",)}, "--cost step_s: write key=value"),
+        ({"cost": ("step_s=0",)}, "step_s: input should be greater than 0"),
+        ({"step_s": -1.0}, "--step-s: step_s: input should be greater than 0"),
+        ({"costs": "no.json"}, "--costs no.json: cannot be read"),
+        ({"state_bytes": float("nan")}, "--state-bytes nan: give a number"),
+        ({"workers": "4:2"}, "MIN is greater than MAX"),
+        ({"layout": "dq=2"}, "--layout dq=2"),
+        ({"layout": "dp=64"}, "--layout dp=64"),
+        ({"changes": ("snapshot.redundancy=xor:2",)}, "has no parity; use copy"),
+        ({"generate": "nodes=3"}, "give a trace or --generate"),
+        ({"json": "/no/folder/x.json"}, "--json /no/folder/x.json: cannot be written"),
+        ({"plot": "/no/folder/x.png"}, "--plot /no/folder/x.png: cannot be written"),
+    ],
+)
+def test_mistakes_get_one_line(tmp_path: Path, options: dict[str, object], message: str) -> None:
+    trace = tmp_path / "t.csv"
+    trace.write_text("time,node,event\n0,a,add\n0,b,add\n60,b,remove\n")
+    request = SimulateRequest(str(trace), **options)  # type: ignore[arg-type]
+    with pytest.raises(UserError) as refused:
+        command.simulate(request, Console(quiet=True))
+    assert message in str(refused.value)
+    assert "\n" not in str(refused.value)
