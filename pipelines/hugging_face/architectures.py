@@ -17,7 +17,8 @@ from elastic.geometry.model_limits import Limits
 from pipelines.hugging_face.anatomy import anatomy_of
 from pipelines.hugging_face.building import build
 from pipelines.hugging_face.causal_lm import separates_documents
-from pipelines.training.custom.custom_shape import CustomCut, shape_of
+from pipelines.training.custom.custom_shape import shape_of
+from pipelines.training.custom.parallel_styles import CustomCut
 
 SIZES: dict[str, Any] = {
     "vocab_size": 64,

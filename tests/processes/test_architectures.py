@@ -43,7 +43,7 @@ LEARNING_RATE = 1e-3
 SAMPLE = ("phi tp=2", "gpt_neox pp=2", "gpt2 fsdp=2", "mamba dp=2", "qwen2_moe tp=2")
 """The causal models that continuous integration trains, each over one axis."""
 INEXACT = ("gemma", "gemma2", "gemma3_text", "mamba", "deepseek_v3")
-"""Models that compute in float32 themselves: Gemma its norms, Mamba its scan, DeepSeek its router."""
+"""Models that compute in float32: Gemma its norms, Mamba its scan, DeepSeek its router."""
 ENCODER_SAMPLE = ("bert fsdp=2", "deberta-v2 dp=2", "albert tp=2")
 
 
