@@ -32,7 +32,13 @@ StepSeconds = Annotated[
 Batch = Annotated[
     int | None, typer.Option(min=1, help="Microbatches of a step. Default: 8 for each worker.")
 ]
-StateBytes = Annotated[float, typer.Option(help="Bytes of parameters and optimizer, e.g. 16e9.")]
+StateBytes = Annotated[
+    float | None, typer.Option(help="Bytes of parameters and optimizer. Default: 1e9.")
+]
+FromRun = Annotated[
+    str | None, typer.Option(metavar="RUN", help="Measure the costs from the files of this run.")
+]
+StorageOfRun = Annotated[str, typer.Option(help="Folder or URL that holds that run.")]
 WorkersPerNode = Annotated[int, typer.Option(min=1, help="Workers on each node.")]
 Notice = Annotated[
     float, typer.Option(min=0, help="How many seconds before its end a node announces it.")
@@ -59,9 +65,11 @@ def add_simulate(app: typer.Typer, run: Callable[[SimulateRequest], int]) -> Non
         steps: Steps = None,
         step_s: StepSeconds = None,
         batch: Batch = None,
-        state_bytes: StateBytes = 1e9,
+        state_bytes: StateBytes = None,
         workers_per_node: WorkersPerNode = 1,
         notice_s: Notice = 0.0,
+        from_run: FromRun = None,
+        storage: StorageOfRun = "runs",
         costs: CostFile = None,
         cost: CostChanges = None,
         price: Price = None,
@@ -81,6 +89,8 @@ def add_simulate(app: typer.Typer, run: Callable[[SimulateRequest], int]) -> Non
             state_bytes=state_bytes,
             workers_per_node=workers_per_node,
             notice_s=notice_s,
+            from_run=from_run,
+            storage=storage,
             costs=costs,
             cost=tuple(cost or ()),
             price=price,

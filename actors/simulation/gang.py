@@ -11,7 +11,6 @@ from functools import partial
 from actors.simulation.cluster import LATENCY_S, SimulatedCluster, WorkerProcess
 from actors.simulation.ledger import Ledger
 from actors.simulation.snapshot_record import SnapshotRecord
-from actors.simulation.step_times import LayoutTimes
 from actors.simulation.timeline import Timeline
 from actors.simulation.writes import CheckpointWrites
 from elastic.geometry.tensor_specs import TensorSpec
@@ -38,6 +37,7 @@ from elastic.protocol.events import (
 from elastic.protocol.votes import StepRecord, Vote
 from elastic.simulation.costs import Costs
 from elastic.simulation.movement import movement_of
+from elastic.simulation.step_times import LayoutTimes
 
 NOTHING_HELD = -1
 

@@ -15,7 +15,6 @@ from actors.simulation.fleet import SimulatedFleet, SimulatedPublisher
 from actors.simulation.gang import Gang
 from actors.simulation.inbox import NoDetector, SimulatedInbox
 from actors.simulation.ledger import Ledger
-from actors.simulation.step_times import LayoutTimes
 from actors.simulation.timeline import Timeline
 from actors.storage.checkpoint_files import FoundCheckpoints
 from actors.storage.lease import Lease
@@ -30,6 +29,7 @@ from elastic.protocol.events import Event, RunOpened, StopRequested
 from elastic.protocol.policy import Policy
 from elastic.simulation.costs import Costs
 from elastic.simulation.movement import uniform_specs
+from elastic.simulation.step_times import LayoutTimes
 from elastic.simulation.trace import Availability
 
 LOOK_EVERY_S = 2.0

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 from statistics import median
 
 from actors.simulation.simulation import SimulatedRun, SimulationResult
+from elastic.simulation.restarts import MEASURED, RestartLimits, run_with_restarts
+from elastic.simulation.step_times import LayoutTimes
 from elastic.simulation.trace import Availability
 
 
@@ -53,6 +56,34 @@ def outcome_of(run: SimulatedRun, result: SimulationResult, price: float | None)
         end_s if result.outcome.outcome == "completed" else None,
         cost_of_nodes(run.trace, end_s, price),
     )
+
+
+def restart_outcomes(run: SimulatedRun, price: float | None) -> list[SystemOutcome]:
+    """The outcomes of systems that restart all workers, on the same trace."""
+    policy, job, per_node = run.policy, run.job, run.workers_per_node
+    times = LayoutTimes(job, run.target_layout, policy.max_workers, per_node, run.costs.step_s)
+    limits = RestartLimits(
+        policy.min_workers, policy.max_workers, per_node, job.steps, cache(times.with_workers)
+    )
+    outcomes = []
+    for system in MEASURED:
+        done = run_with_restarts(system, run.trace, run.costs, limits)
+        end_s = done.finish_s or run.trace.end_s
+        offered = run.trace.worker_s(per_node, policy.max_workers, end_s)
+        outcomes.append(
+            SystemOutcome(
+                system.name,
+                done.committed_s / end_s,
+                done.worker_s / offered if offered else 0.0,
+                done.steps,
+                done.num_redone,
+                tuple(done.pauses_s),
+                end_s,
+                done.finish_s,
+                cost_of_nodes(run.trace, end_s, price),
+            )
+        )
+    return outcomes
 
 
 def cost_of_nodes(trace: Availability, until_s: float, price: float | None) -> float | None:

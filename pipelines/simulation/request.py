@@ -16,9 +16,12 @@ class SimulateRequest:
     steps: int | None = None
     step_s: float | None = None
     batch: int | None = None
-    state_bytes: float = 1e9
+    state_bytes: float | None = None
     workers_per_node: int = 1
     notice_s: float = 0.0
+    from_run: str | None = None
+    """The name of a run in `storage` whose costs count."""
+    storage: str = "runs"
     costs: str | None = None
     """The path of a JSON file of cost settings."""
     cost: tuple[str, ...] = ()

@@ -55,9 +55,15 @@ class CostSettings(Settings):
     )
 
 
-def read_costs(path: str | None, changes: Sequence[str], step_s: float | None) -> Costs:
-    """The costs of a JSON file, then `key=value` changes, then `--step-s`. Raises `UserError`."""
-    values: dict[str, Any] = {}
+def read_costs(
+    measured: Mapping[str, float],
+    path: str | None,
+    changes: Sequence[str],
+    step_s: float | None,
+) -> Costs:
+    """The measured costs, then those of a JSON file, then `key=value` changes, then `--step-s`.
+    Raises `UserError`."""
+    values: dict[str, Any] = dict(measured)
     if path is not None:
         values |= _read_object(path)
         group_of(CostSettings, values, f"--costs {path}")

@@ -11,7 +11,7 @@ from actors.simulation.simulation import simulate as simulate_run
 from elastic.geometry.errors import ElasticError
 from pipelines.errors import UserError
 from pipelines.observe.history.history import History
-from pipelines.simulation.outcome import outcome_of
+from pipelines.simulation.outcome import outcome_of, restart_outcomes
 from pipelines.simulation.picture import draw_simulation
 from pipelines.simulation.plan import plan_run
 from pipelines.simulation.request import SimulateRequest
@@ -32,7 +32,10 @@ def simulate(request: SimulateRequest, console: Console) -> int:
         result = simulate_run(run, take)
     except ElasticError as error:
         raise UserError(f"--layout {request.layout or ''}: {error}") from None
-    outcomes = [outcome_of(run, result, request.price)]
+    outcomes = [
+        outcome_of(run, result, request.price),
+        *restart_outcomes(run, request.price),
+    ]
     print_results(console, name, run, outcomes)
     if request.json:
         write_json(request.json, run, outcomes)

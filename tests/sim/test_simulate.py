@@ -98,7 +98,9 @@ def test_command_prints_and_writes(tmp_path: Path) -> None:
     assert command.simulate(request, console) == 0
     printed = console.export_text()
     assert "5 changes, 3 nodes lost" in printed
-    [row] = json.loads(results.read_text())["systems"]
+    row, *others = json.loads(results.read_text())["systems"]
+    assert [other["system"] for other in others] == ["torchrun", "Ray Train"]
+    assert all(other["goodput"] < row["goodput"] for other in others)
     assert f"{row['goodput']:.2%}" in printed
     assert row["cost"] == pytest.approx(
         3.0 * (600 * 4 + 300 * 3 + 300 * 4 + 600 * 2 + 1800 * 3) / 3600

@@ -33,7 +33,13 @@ OTHERS = [c for c in COMMANDS if c.arguments is None and not reason(c)]
 
 
 def names_a_run(command: Command) -> bool:
-    return len(command.arguments or ()) > 1 and command.arguments[1] in ("demo", "tuned")
+    return run_named_by(command) in ("demo", "tuned")
+
+
+def run_named_by(command: Command) -> str:
+    """The second word, or that of `--from-run`."""
+    words = [*(command.arguments or ()), "", ""]
+    return words[words.index("--from-run") + 1] if "--from-run" in words else words[1]
 
 
 def needs_checkpoint(command: Command) -> bool:
@@ -62,9 +68,9 @@ def write_run(path: Path) -> None:
 def prepare(folder: Path, command: Command, request: pytest.FixtureRequest) -> None:
     make_folder(folder, command.page)
     if needs_checkpoint(command):
-        shutil.copytree(request.getfixturevalue("trained"), folder / "runs" / command.arguments[1])
+        shutil.copytree(request.getfixturevalue("trained"), folder / "runs" / run_named_by(command))
     elif names_a_run(command):
-        write_run(folder / "runs" / command.arguments[1])
+        write_run(folder / "runs" / run_named_by(command))
 
 
 def call(monkeypatch: pytest.MonkeyPatch, *arguments: str) -> object:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+from math import inf
+
 from elastic.geometry.errors import ElasticError, Infeasible
 from elastic.geometry.layout import Layout
 from elastic.geometry.target_layout import TargetLayout
@@ -17,7 +20,7 @@ class LayoutTimes:
         self, job: Job, target_layout: TargetLayout, max_workers: int, per_node: int, step_s: float
     ) -> None:
         """Raises `ElasticError` if no layout fits `max_workers`."""
-        self._job = job
+        self._job, self._target_layout = job, target_layout
         self._capacity = Capacity(max_workers, node_size=min(per_node, max_workers))
         chosen = plan_layout(None, self._capacity, target_layout, job, snapshots_cover=True)
         if isinstance(chosen, Infeasible):
@@ -32,6 +35,12 @@ class LayoutTimes:
             relative = self._cost(layout) / self._cost(self.full)
             self._known[layout] = self._step_s * relative
         return self._known[layout]
+
+    def with_workers(self, number: int) -> float:
+        """The time of a step with this many workers; infinite if no layout fits them."""
+        capacity = replace(self._capacity, num_workers=number)
+        chosen = plan_layout(None, capacity, self._target_layout, self._job, snapshots_cover=True)
+        return inf if isinstance(chosen, Infeasible) else self.of(chosen.layout)
 
     def _cost(self, layout: Layout) -> float:
         return cost_of(layout, self._job, self._capacity)
