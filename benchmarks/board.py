@@ -52,12 +52,13 @@ def growth(result: Result) -> Rows:
 
 def peace(result: Result) -> Rows:
     for row in rows_of(result, ""):
+        workers = "1 worker" if row["workers"] == "1" else f"{row['workers']} workers"
         if row["system"] == "ours":
             ratios = [
                 f"{row[column]} of {peer}" for column, peer in PEERS.items() if row.get(column)
             ]
             yield (
-                f"a step without faults: {row['model']}, {row['workers']} workers",
+                f"a step without faults: {row['model']}, {workers}",
                 " and ".join(ratios),
             )
 

@@ -2,7 +2,8 @@
 
     python benchmarks/goodput.py --traces FOLDER --check
 
-The folder has `bamboo-p3.csv`, `parcae-hh.txt` and `parcae-ll.txt`. A loss is detected in 0.05 s,
+The folder has `bamboo-p3.csv` (github.com/uclasystem/bamboo, traces/p3-trace.csv), `parcae-hh.txt`
+and `parcae-ll.txt` (github.com/JF-D/Parcae, aws/traces/bert). A loss is detected in 0.05 s,
 as that of a process whose connections close; the second row of a trace has the 4 s that a machine
 needs which vanishes silently. The other costs are those of docs/simulate.md.
 """
@@ -20,7 +21,7 @@ from typing import Any, NamedTuple
 from report import Must, conclude, parser, show_table
 
 P3 = "AWS p3 (Bamboo)"
-G4DN = "like AWS g4dn"
+TRACES_FOLDER = Path(__file__).parent / "traces"
 DETECTIONS = {"": "0.05", ", vanished silently": "4"}
 """The seconds until a loss is detected, by what the table says of it."""
 
@@ -36,8 +37,9 @@ class Trace(NamedTuple):
 TRACES = (
     Trace(P3, file="bamboo-p3.csv"),
     Trace(
-        G4DN,
-        generate="nodes=24,hours=12,mtbf_h=10,rack=4,correlated=0.3,replace_s=400,capacity_least=12,capacity_every_h=2",
+        "a generated trace",
+        generate="nodes=24,hours=12,mtbf_h=10,rack=4,correlated=0.3,replace_s=400,"
+        "capacity_least=12,capacity_every_h=2",
     ),
     Trace("Parcae HH", file="parcae-hh.txt"),
     Trace("Parcae LL", file="parcae-ll.txt"),
@@ -71,7 +73,9 @@ def row_of(name: str, system: str, result: dict[str, Any]) -> list[str]:
 
 def main() -> int:
     arguments = parser(__doc__ or "")
-    arguments.add_argument("--traces", type=Path, required=True, help="the folder of the traces")
+    arguments.add_argument(
+        "--traces", type=Path, default=TRACES_FOLDER, help="the folder of the recorded traces"
+    )
     options = arguments.parse_args()
     rows, seconds, p3 = [], {}, {}
     for trace in TRACES:

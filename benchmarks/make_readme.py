@@ -14,7 +14,7 @@ RESULTS = FOLDER / "results"
 README = FOLDER / "README.md"
 EXPLANATIONS = FOLDER / "explanations.md"
 NAMES = (
-    "recovery", "churn", "growth", "overhead", "api", "peace", "data", "scaling",
+    "recovery", "goodput", "churn", "growth", "overhead", "api", "peace", "data", "scaling",
     "layouts", "core", "memory",
     "reshard", "snapshot", "checkpoint", "large_model", "long_run",
 )  # fmt: skip

@@ -36,6 +36,11 @@ def test_tables_of_architectures_page_are_what_the_code_refuses() -> None:
     assert ended.returncode == 0, ended.stderr
 
 
+def test_board_is_what_the_benchmarks_have_written() -> None:
+    ended = run_script("../benchmarks/board.py", "--check")
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_every_setting_has_a_description_on_its_page() -> None:
     """The test parses the page itself, without the script that wrote it."""
     row = re.compile(r"^\| `([\w.]+)` \| [^|]+ \| (yes|no) \| (.+) \|$", re.MULTILINE)
