@@ -63,14 +63,14 @@ class RestartRun:
 
 @dataclass(frozen=True, slots=True)
 class RestartLimits:
-    """Numbers of workers and the last step; `step_s` is the time of a step with n workers, infinite
-    if no layout fits them."""
+    """Numbers of workers and the last step; `step_of` gives the time of a step with n workers,
+    infinite if no layout fits them, and how many of them the layout uses."""
 
     min_workers: int
     max_workers: int
     per_node: int
     steps: int
-    step_s: Callable[[int], float]
+    step_of: Callable[[int], tuple[float, int]]
 
 
 def run_with_restarts(
@@ -84,7 +84,7 @@ def run_with_restarts(
     last_s: float | None = None
     """The end of the last step."""
     for (begin_s, number, is_loss), (end_s, *_) in pairwise(_groups(trace, costs, limits)):
-        step_s = limits.step_s(number) if number >= limits.min_workers else inf
+        step_s, used = limits.step_of(number) if number >= limits.min_workers else (inf, 0)
         if last_s is not None:
             run.undo()
         ready_s = begin_s + costs.detect_s * is_loss
@@ -96,7 +96,7 @@ def run_with_restarts(
         if num_steps:
             if last_s is not None:
                 run.pauses_s.append(ready_s - last_s)
-            run.commit(num_steps, num_steps % every, step_s, number)
+            run.commit(num_steps, num_steps % every, step_s, used)
             last_s = ready_s + num_steps * whole_s
         if run.steps >= limits.steps:
             run.finish_s = last_s

@@ -36,11 +36,14 @@ class LayoutTimes:
             self._known[layout] = self._step_s * relative
         return self._known[layout]
 
-    def with_workers(self, number: int) -> float:
-        """The time of a step with this many workers; infinite if no layout fits them."""
+    def with_workers(self, number: int) -> tuple[float, int]:
+        """The time of a step with this many workers, and how many of them the layout uses; infinite
+        if no layout fits them."""
         capacity = replace(self._capacity, num_workers=number)
         chosen = plan_layout(None, capacity, self._target_layout, self._job, snapshots_cover=True)
-        return inf if isinstance(chosen, Infeasible) else self.of(chosen.layout)
+        if isinstance(chosen, Infeasible):
+            return inf, 0
+        return self.of(chosen.layout), chosen.layout.num_workers
 
     def _cost(self, layout: Layout) -> float:
         return cost_of(layout, self._job, self._capacity)

@@ -56,7 +56,9 @@ class Samples:
                 self._begin(name, now)
             case "StateReady" if line["bytes_moved"] >= LEAST_BYTES:
                 self.add("bytes_per_s", line["bytes_moved"] / max(LEAST_S, line["seconds"]))
-            case "PartWritten" if line["step"] in self.saved_at:
+            case "PartWritten" if line["file"]["num_bytes"] >= LEAST_BYTES:
+                if line["step"] not in self.saved_at:
+                    return
                 write_s = max(LEAST_S, now - self.saved_at[line["step"]])
                 self.add("storage_bytes_per_s", line["file"]["num_bytes"] / write_s)
 

@@ -97,7 +97,7 @@ def run_over(
 
 def _scaled(measured: MeasuredRun, times: LayoutTimes) -> float:
     """The time of a step with all workers, from one with as many as were measured."""
-    relative = times.with_workers(measured.num_workers)
+    relative, _ = times.with_workers(measured.num_workers)
     return measured.step_s / relative if isfinite(relative) else measured.step_s
 
 

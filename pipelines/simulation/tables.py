@@ -60,8 +60,9 @@ def facts_of(name: str, run: SimulatedRun) -> list[tuple[str, str]]:
         ),
         (
             "costs",
-            f"step {costs.step_s:g} s with all workers, warm-up {costs.warm_up_s:g} s, detection "
-            f"{costs.detect_s:g} s, unwinding {costs.unwind_s:g} s, forming {costs.form_s:g} s, "
+            f"step {costs.step_s:.3g} s with all workers, warm-up {costs.warm_up_s:.3g} s, "
+            f"detection {costs.detect_s:.3g} s, unwinding {costs.unwind_s:.3g} s, forming "
+            f"{costs.form_s:.3g} s, "
             f"{quantity(costs.bytes_per_s)}B/s between workers",
         ),
     ]

@@ -19,7 +19,7 @@ HEAD = "time,node,event\n0,a,add\n0,b,add\n"
 
 def run_trace(text: str, steps: int = 10**9, min_workers: int = 1) -> RestartRun:
     """A step takes 2 s with one worker and 1 s with two."""
-    limits = RestartLimits(min_workers, 2, 1, steps, lambda number: 2.0 / number)
+    limits = RestartLimits(min_workers, 2, 1, steps, lambda number: (2.0 / number, number))
     return run_with_restarts(RestartSystem("restarts", 5.0), parse_trace(text), COSTS, limits)
 
 
