@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
+from pipelines.data.corpus import SourceFile
 from pipelines.data.tokens import Tokenizer, find_tokenizer
 from pipelines.data.transformers_library import library
 from pipelines.errors import UserError
@@ -118,12 +119,12 @@ def find_rendering(tokenizer: str, separator: str | None) -> Rendering:
     return TemplateRendering(folder, loaded) if loaded.chat_template else plain
 
 
-def conversations_in(file: Path) -> Iterator[tuple[list[Message], str]]:
+def conversations_in(file: SourceFile) -> Iterator[tuple[list[Message], str]]:
     """The messages of each non-blank line, and the place of the line. Raises `UserError`."""
     try:
         lines = file.read_bytes().splitlines()
     except OSError as error:
-        raise UserError(f"{file}: cannot be read ({error.strerror})") from None
+        raise UserError(f"{file}: cannot be read ({error.strerror or error})") from None
     for number, line in enumerate(lines, start=1):
         if not line.isspace() and line:
             where = f"{file}, line {number}"

@@ -8,7 +8,7 @@ import os
 import sys
 import sysconfig
 from collections.abc import Callable, Iterator, Set
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from hashlib import sha256
 from pathlib import Path
@@ -16,7 +16,10 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from pipelines.data.shards import is_prepared
+from actors.storage.credentials import without_credentials
+from actors.storage.remote_files import RemoteFile, remote_files
+from actors.storage.storage import is_remote
+from pipelines.data.shards import INDEX, is_prepared
 from pipelines.errors import UserError
 from pipelines.settings.home import expand_home
 
@@ -31,13 +34,15 @@ PART_CHARS = 1 << 16
 EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 """Folders of the standard library that are not part of the default corpus."""
 
+SourceFile = Path | RemoteFile
+
 
 @dataclass(frozen=True)
 class Corpus:
     """Files of documents, in the order in which they are read."""
 
     name: str
-    files: tuple[Path, ...]
+    files: tuple[SourceFile, ...]
 
     def documents(self) -> Iterator[str]:
         """Every document that is not empty; raises `UserError` for a file that cannot be read."""
@@ -49,19 +54,26 @@ class Corpus:
         seen = []
         for file in self.files:
             with file_errors_reported(file):
-                seen.append((file.name, file.stat().st_size, file.stat().st_mtime_ns))
+                seen.append((file.name, *_size_and_time(file)))
         return sha256(json.dumps(seen).encode()).hexdigest()
+
+    def num_bytes(self) -> int:
+        """The sizes of all files together."""
+        return sum(_size_and_time(file)[0] for file in self.files)
 
 
 def find_corpus(data: str = "") -> Corpus:
-    """The corpus that `--data` names: a file, folder or glob; '' is the standard library.
+    """The corpus that `--data` names: a file, folder or glob, also at a URL; '' is the standard
+    library.
 
     A folder is searched recursively, except hidden folders and folders of prepared data. Files are
     read in the order of their paths. Raises `UserError` if there is nothing to read.
     """
     if not data:
         return standard_library()
-    path = expand_home(data)
+    if is_remote(data):
+        return _remote_corpus(data)
+    path = expand_home(data.removeprefix("file://"))
     if path.is_file() and path.suffix not in READERS:
         raise UserError(f"--data {data}: not a {KINDS} file; rename or convert it")
     if path.is_file():
@@ -76,6 +88,34 @@ def find_corpus(data: str = "") -> Corpus:
     if not files:
         raise UserError(f"--data {data}: has no {KINDS} file; name files, a folder or a glob")
     return Corpus(data, tuple(files))
+
+
+def _remote_corpus(data: str) -> Corpus:
+    shown = without_credentials(data)
+    try:
+        found = remote_files(data)
+    except (OSError, ValueError, ImportError) as error:
+        cause = without_credentials(str(error).splitlines()[0])
+        raise UserError(
+            f"--data {shown}: cannot be listed ({cause}); check the URL, this machine's network "
+            "and the credentials in its environment"
+        ) from None
+    prepared = {file.path.removesuffix(INDEX) for file in found if file.name == INDEX}
+    files = [
+        file
+        for file in found
+        if file.suffix in READERS and not file.path.startswith(tuple(prepared))
+    ]
+    if not files:
+        raise UserError(f"--data {shown}: has no {KINDS} file; name files, a folder or a pattern")
+    return Corpus(shown, tuple(files))
+
+
+def _size_and_time(file: SourceFile) -> tuple[int, int | None]:
+    if isinstance(file, RemoteFile):
+        return file.num_bytes, file.modified_ns
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns
 
 
 def standard_library() -> Corpus:
@@ -99,17 +139,21 @@ def files_under(root: Path, excluded: Set[str] = frozenset()) -> Iterator[Path]:
         yield from (Path(folder, name) for name in names)
 
 
-def documents_in(file: Path) -> Iterator[str]:
+def documents_in(file: SourceFile) -> Iterator[str]:
     """The documents of a file, in order, by the reader for its suffix (others: as plain text).
 
     Raises `UserError`, naming the file, if it cannot be opened or is not what its suffix says.
     """
-    with file_errors_reported(file):
-        yield from READERS.get(file.suffix, text_documents)(file)
+    with file_errors_reported(file), _local(file) as path:
+        yield from READERS.get(file.suffix, text_documents)(path, str(file))
+
+
+def _local(file: SourceFile) -> AbstractContextManager[Path]:
+    return file.local() if isinstance(file, RemoteFile) else nullcontext(file)
 
 
 @contextmanager
-def file_errors_reported(file: Path) -> Iterator[None]:
+def file_errors_reported(file: SourceFile) -> Iterator[None]:
     """Turn an error of reading the file into a one-line `UserError`."""
     try:
         yield
@@ -124,7 +168,7 @@ def file_errors_reported(file: Path) -> Iterator[None]:
         ) from error
 
 
-def text_documents(file: Path) -> Iterator[str]:
+def text_documents(file: Path, shown: str) -> Iterator[str]:
     """A plain text file: one document, or several if it is larger than `WHOLE_TEXT_BYTES`."""
     with file.open(encoding="utf-8-sig", newline="") as text:
         if file.stat().st_size <= WHOLE_TEXT_BYTES:
@@ -134,12 +178,12 @@ def text_documents(file: Path) -> Iterator[str]:
             yield part + text.readline(PART_CHARS)
 
 
-def jsonl_documents(file: Path) -> Iterator[str]:
+def jsonl_documents(file: Path, shown: str) -> Iterator[str]:
     """One JSON object a line, whose field `text` is the document; blank lines are skipped."""
     with file.open("rb") as lines:
         for number, line in enumerate(lines, start=1):
             if not line.isspace():
-                yield jsonl_text(line, f"{file}, line {number}")
+                yield jsonl_text(line, f"{shown}, line {number}")
 
 
 def jsonl_text(line: bytes, where: str) -> str:
@@ -158,37 +202,37 @@ def jsonl_text(line: bytes, where: str) -> str:
     return text
 
 
-def parquet_documents(file: Path) -> Iterator[str]:
+def parquet_documents(file: Path, shown: str) -> Iterator[str]:
     """The column `text` of a Parquet file, one document a row; nulls are skipped."""
     with pq.ParquetFile(file, buffer_size=READ_BYTES, pre_buffer=False) as table:
-        check_column(file, table.schema_arrow)
+        check_column(shown, table.schema_arrow)
         # With one column, threads gain nothing, and each would keep a heap.
         for batch in table.iter_batches(NUM_ROWS_AT_ONCE, columns=[COLUMN], use_threads=False):
             yield from texts(batch)
 
 
-def arrow_documents(file: Path) -> Iterator[str]:
+def arrow_documents(file: Path, shown: str) -> Iterator[str]:
     """The column `text` of an Arrow IPC file or stream, one document a row; nulls are skipped."""
     with pa.OSFile(str(file)) as opened:
         is_file = opened.read(6) == b"ARROW1"
         opened.seek(0)
         reader = pa.ipc.open_file(opened) if is_file else pa.ipc.open_stream(opened)
-        check_column(file, reader.schema)
+        check_column(shown, reader.schema)
         batches = map(reader.get_batch, range(reader.num_record_batches)) if is_file else reader
         for batch in batches:
             yield from texts(batch)
 
 
-def check_column(file: Path, schema: pa.Schema) -> None:
+def check_column(shown: str, schema: pa.Schema) -> None:
     """Raise `UserError` if a table has no column of text."""
     if COLUMN not in schema.names:
         raise UserError(
-            f"{file}: has no column '{COLUMN}', only {', '.join(schema.names)}; rename one to it"
+            f"{shown}: has no column '{COLUMN}', only {', '.join(schema.names)}; rename one to it"
         )
     kind = schema.field(COLUMN).type
     kind = kind.value_type if pa.types.is_dictionary(kind) else kind
     if kind not in (pa.string(), pa.large_string(), pa.string_view()):
-        raise UserError(f"{file}: column '{COLUMN}' is {kind}, not text; cast it to string")
+        raise UserError(f"{shown}: column '{COLUMN}' is {kind}, not text; cast it to string")
 
 
 def texts(batch: pa.RecordBatch) -> Iterator[str]:
@@ -200,11 +244,11 @@ def texts(batch: pa.RecordBatch) -> Iterator[str]:
                 yield text
 
 
-READERS: dict[str, Callable[[Path], Iterator[str]]] = {
+READERS: dict[str, Callable[[Path, str], Iterator[str]]] = {
     ".txt": text_documents,
     ".jsonl": jsonl_documents,
     ".parquet": parquet_documents,
     ".arrow": arrow_documents,
 }
-"""The reader of each format, by file suffix."""
+"""The reader of each format, by file suffix; it gets a local file, and its name in messages."""
 KINDS = ", ".join(READERS)

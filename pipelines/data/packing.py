@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from hashlib import sha256
-from pathlib import Path
 
 import numpy as np
 import torch
 from safetensors import SafetensorError
 from safetensors.numpy import load, save
 
-from actors.storage.storage import open_storage
+from actors.storage.credentials import without_credentials
+from actors.storage.storage import is_remote, open_storage
 from pipelines.data.chats import Conversation, Rendering, conversations_in, find_rendering
-from pipelines.data.corpus import Corpus
+from pipelines.data.corpus import Corpus, SourceFile, file_errors_reported, find_corpus
 from pipelines.data.opening import DataPlan
 from pipelines.data.prepare import hash_of
 from pipelines.data.windows import Batch
@@ -107,18 +107,33 @@ def find_chats(
     held_out_fraction: float = 0.02,
 ) -> DataPlan:
     """The file of conversations, and the place of their packed form. Raises `UserError`."""
-    file = expand_home(source.removeprefix("file://"))
-    if not file.is_file():
-        raise UserError(f"--data {source}: not a file; name a JSONL file of conversations")
+    file = _chat_file(source)
     rendering = find_rendering(tokenizer, separator)
-    inputs = [FORMAT, sha256(file.read_bytes()).hexdigest(), rendering.name, seq_len]
+    with file_errors_reported(file):
+        content = sha256(file.read_bytes()).hexdigest()
+    inputs = [FORMAT, content, rendering.name, seq_len]
     digest = sha256(json.dumps([*inputs, held_out_fraction]).encode()).hexdigest()
     place = open_storage(cache).at(f"chats-{digest[:16]}").url
     return DataPlan(place, Corpus(source, (file,)), whole=FILE)
 
 
+def _chat_file(source: str) -> SourceFile:
+    if not is_remote(source):
+        file = expand_home(source.removeprefix("file://"))
+        if not file.is_file():
+            raise UserError(f"--data {source}: not a file; name a JSONL file of conversations")
+        return file
+    [found, *others] = find_corpus(source).files
+    if others:
+        raise UserError(
+            f"--data {without_credentials(source)}: {1 + len(others)} files; name one JSONL file "
+            "of conversations"
+        )
+    return found
+
+
 def _packed(
-    file: Path, rendering: Rendering, seq_len: int, held_out_fraction: float
+    file: SourceFile, rendering: Rendering, seq_len: int, held_out_fraction: float
 ) -> dict[str, np.ndarray]:
     below = int(held_out_fraction * 2**64)
     rendered = [

@@ -107,7 +107,7 @@ def _data_rows(plan: RunPlan, settings: TrainSettings, found: DataPlan | None) -
         yield "data", f"{samples:,} samples from the recipe, {epochs}"
         yield "", f"digest {plan.recipe['data_digest']}"
     elif found.corpus is not None and not found.is_there():
-        size = sum(file.stat().st_size for file in found.corpus.files)
+        size = found.corpus.num_bytes()
         yield "data", f"{source}: {counted(len(found.corpus.files), 'file')}, {quantity(size)}B"
         yield "", f"to be prepared first, with the tokenizer {settings.data.tokenizer}"
     else:
