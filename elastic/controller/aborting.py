@@ -12,6 +12,7 @@ from dataclasses import replace
 
 from elastic.controller.forming import form_or_end, retry_final_save
 from elastic.controller.health import on_failed_check
+from elastic.controller.memory_shortage import describe, mark_too_big
 from elastic.duties import catch_up
 from elastic.duties.catch_up import note_vote, record_all
 from elastic.duties.checkpoints import stop
@@ -20,7 +21,6 @@ from elastic.duties.membership import forget, participants, reject_unfit_worker
 from elastic.duties.poison_batches import break_guard, find_poison_batch
 from elastic.duties.recovery import find_live_state
 from elastic.duties.uploads import break_upload
-from elastic.planner.fitting_layouts import Shortage, advice
 from elastic.protocol.commands import Abort, Command, RollForward, SetAside, StopWorker
 from elastic.protocol.controller_events import WorkerAnswered, WorkersStalled
 from elastic.protocol.controller_state import ControllerState
@@ -106,9 +106,11 @@ def on_raised(state: ControllerState, now: float, event: WorkerRaised) -> list[C
         return _distrust_holder(state, now, event, failure.reason)
     if isinstance(state.phase, Saving) and not commands:
         return stop(state, f"the last checkpoint could not be written: {failure.reason}")
+    continues = event.kind == "memory" and mark_too_big(state, event)
     if isinstance(state.phase, Breakable):
         commands += abort(state, now, failure.reason)
-    if event.kind in ("memory", "mistake", "program") and isinstance(state.phase, Aborting):
+    ends = event.kind in ("memory", "mistake", "program") and not continues
+    if ends and isinstance(state.phase, Aborting):
         _note_cause(state.phase, failure)
     return commands
 
@@ -170,12 +172,7 @@ def _reason(state: ControllerState, event: WorkerRaised) -> str:
     reason = f"{event.worker}: {event.message}"
     if event.kind != "memory":
         return reason
-    shortage = Shortage(event.held_bytes, event.wanted_bytes)
-    phase = state.phase
-    forming = phase.attempt.assignment if isinstance(phase, Forming | Resharding) else None
-    assignment = forming or (state.live.held.assignment if state.live.held else None)
-    suggestion = advice(assignment.layout, state.job, shortage) if assignment else shortage
-    return f"{reason}; {suggestion}"
+    return f"{reason}; {describe(state, event)}"
 
 
 def on_quiesced(state: ControllerState, now: float, event: Quiesced) -> list[Command]:

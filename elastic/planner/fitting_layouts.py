@@ -42,14 +42,20 @@ def advice(layout: Layout, job: Job, shortage: Shortage) -> str:
     )
 
 
+def fitting_bytes(layout: Layout, job: Job, shortage: Shortage) -> int:
+    """The most bytes by the memory model under which a worker would not have run out: those of the
+    layout without the lacking bytes times the job's margin."""
+    lacking = shortage.wanted_bytes or UNREPORTED_SHARE * shortage.held_bytes
+    return int(worker_bytes(job, layout) - job.margin * lacking)
+
+
 def fitting_layout(layout: Layout, job: Job, shortage: Shortage) -> Layout | None:
     """The least `fsdp`, then the least `zero`, that saves the lacking bytes times the job's margin;
     None if none does.
 
     Activations are taken to stay the same. A step has no more data ranks than microbatches.
     """
-    lacking = shortage.wanted_bytes or UNREPORTED_SHARE * shortage.held_bytes
-    bound = worker_bytes(job, layout) - job.margin * lacking
+    bound = fitting_bytes(layout, job, shortage)
     for fsdp in range(layout.fsdp, max(layout.fsdp, job.num_microbatches) + 1):
         if fsdp * layout.cp * layout.tp % layout.ep:
             continue

@@ -41,10 +41,12 @@ def least_fitting(job: Job, axes: TargetLayout, capacity: Capacity) -> int | Non
 
 def too_big(job: Job, axes: TargetLayout, capacity: Capacity, fsdp: int) -> str:
     """One line with the bytes needed, the bytes available and an `fsdp` that would fit."""
-    needed = (
-        f"a worker needs {worker_bytes(job, axes.layout(1, fsdp))} bytes for its part, times a "
-        f"margin of {job.margin}, but has {capacity.memory_bytes}"
-    )
+    num_bytes = worker_bytes(job, axes.layout(1, fsdp))
+    needed = f"a worker needs {num_bytes} bytes for its part"
+    if job.most_bytes is not None and num_bytes > job.most_bytes:
+        needed += f", but one ran out of memory with more than {job.most_bytes}"
+    else:
+        needed += f", times a margin of {job.margin}, but has {capacity.memory_bytes}"
     fitting = least_fitting(job, axes, capacity)
     if fitting is None:
         return f"{needed}; no fsdp would fit at zero={axes.zero}: raise zero, tp or pp"
