@@ -89,12 +89,25 @@ def _memory_of_rank(job: Job, layout: Layout, pp_rank: int) -> WorkerMemory:
         return state
     state = replace(state, gathered=_gathered(job, layout, parts))
     begin, end = _activations(job, layout, pp_rank)
-    num_rounds = -(-job.num_microbatches // layout.num_data_ranks)
-    at_begin = replace(state, activations=begin, communication=_in_flight(job, layout, False))
-    if num_rounds == 1 and layout.pp == 1:
+    at_begin = replace(state, activations=begin)
+    rounds = _num_rounds(job, layout)
+    if rounds <= _num_in_flight(facts.schedule, layout, pp_rank, rounds):
         at_begin = replace(at_begin, gradients=0)
-    at_end = replace(state, activations=end, communication=_in_flight(job, layout, True))
-    return max(at_begin, at_end, key=lambda peak: peak.total)
+    moments = [at_begin, *_ends(job, layout, replace(state, activations=end))]
+    return max(moments, key=lambda peak: peak.total)
+
+
+def _ends(job: Job, layout: Layout, at_end: WorkerMemory) -> Iterator[WorkerMemory]:
+    """The moments at the end of a backward in which gradients are reduced. Whole gradients are
+    reduced in large buckets, when only the first block still has its activations."""
+    reduced = _reduced(job, layout)
+    if divides(layout.zero, "optimizer") and layout.fsdp > 1:
+        yield replace(at_end, communication=reduced)
+        return
+    yield at_end
+    trial = pass_memory(job.memory.passes, layout.tp)
+    one = _ceil(trial.blocks_bytes / layout.cp / max(1, job.memory.num_blocks))
+    yield replace(at_end, activations=min(one, at_end.activations), communication=reduced)
 
 
 def _parts(job: Job, layout: Layout, pp_rank: int) -> Iterator[_Part]:
@@ -178,22 +191,22 @@ def _gathered(job: Job, layout: Layout, parts: list[_Part]) -> int:
     return _ceil(min(whole, blocks * ratio / layout.tp))
 
 
-def _in_flight(job: Job, layout: Layout, at_end: bool) -> int:
-    """Buffers of collectives for the gradients, at the begin or at the end of a backward."""
+def _reduced(job: Job, layout: Layout) -> int:
+    """Buffers of collectives for the gradients, at the end of a backward."""
     facts = job.memory
     if layout.num_data_ranks * layout.cp == 1:
         return 0
     trained = (facts.gradient_bytes or job.param_bytes) / layout.tp / layout.pp
-    bucket = min(trained, max(facts.block_bytes / layout.tp, LEAST_BUCKET_BYTES))
+    block = min(trained, facts.block_bytes / layout.tp)
+    bucket = min(trained, max(block, LEAST_BUCKET_BYTES))
     if layout.fsdp == 1 or layout.zero == 0:
         return _ceil(bucket)
+    share = 1 + 1 / layout.fsdp
     if divides(layout.zero, "parameters"):
-        whole = min(trained, facts.block_bytes / layout.tp)
-        return _ceil(whole * (2 + 1 / layout.fsdp))
-    sent = min(trained, NUM_IN_FLIGHT * bucket) * (1 + 1 / layout.fsdp)
+        return _ceil(block * share)
     if divides(layout.zero, "gradients"):
-        return _ceil(sent + bucket)
-    return _ceil(sent + (trained / layout.fsdp if at_end else 0))
+        return _ceil(min(trained, NUM_IN_FLIGHT * block) * share + block)
+    return _ceil(min(trained, NUM_IN_FLIGHT * bucket) * share + trained / layout.fsdp)
 
 
 def _activations(job: Job, layout: Layout, pp_rank: int) -> tuple[int, int]:
@@ -256,6 +269,8 @@ def _num_rounds(job: Job, layout: Layout) -> int:
 
 def _num_in_flight(schedule: str, layout: Layout, pp_rank: int, rounds: int) -> float:
     """The microbatches whose activations a pipeline rank keeps at once."""
+    if layout.pp == 1:
+        return 1
     if schedule == "gpipe":
         return rounds
     if schedule == "1f1b":
