@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import gcd
 from typing import Any
@@ -34,7 +35,8 @@ EXPERTS = "moe_tp_experts"
 
 NO_CP = "the attention of a transformers model needs whole sequences"
 NO_EP = "the experts of a transformers model are not distributed"
-RANDOM_FIELDS = ("dropout", "pdrop", "jitter")
+NOISE = ("jitter",)
+RANDOM_FIELDS = ("dropout", "pdrop", *NOISE)
 """Parts of the names of config fields that make a pass draw torch's random numbers."""
 OTHER_HEADS = ("classifier", "summary")
 """Prefixes of such fields that belong to other heads than the language model's."""
@@ -76,9 +78,11 @@ def anatomy_of(model: nn.Module) -> Anatomy:
     blocks = _blocks(model)
     styles, no_tp = _styles(model, head)
     layers, no_pp = _layers(model, blocks, embedding, head)
-    randomness = _why_random(model.config)
-    if randomness:
-        no_tp, no_pp = no_tp or randomness, no_pp or randomness
+    no_pp = no_pp or _why_random(model.config)
+    # Each rank draws for the whole activations of a layer; experts read values, so that it is
+    # unknown which these are.
+    has_layers = any(layer.modules for layer in layers)
+    no_tp = no_tp or _why_random(model.config, NOISE if has_layers else RANDOM_FIELDS)
     has_experts = any(name.endswith(".experts") for name in names.values())
     refused = [("cp", NO_CP), *([("ep", NO_EP)] if has_experts else [])]
     refused += [(axis, reason) for axis, reason in (("tp", no_tp), ("pp", no_pp)) if reason]
@@ -217,10 +221,10 @@ def _cost(model: nn.Module, names: tuple[str, ...]) -> int:
     return max(1, sum(costs))
 
 
-def _why_random(config: Any) -> str:
+def _why_random(config: Any, fields: Sequence[str] = RANDOM_FIELDS) -> str:
     """The config field because of which a sharded pass would draw other random numbers, or ''."""
     for name, value in config.to_dict().items():
-        is_random = any(part in name for part in RANDOM_FIELDS)
+        is_random = any(part in name for part in fields)
         if name.startswith(OTHER_HEADS):
             continue
         if is_random and isinstance(value, int | float) and value:

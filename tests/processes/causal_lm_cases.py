@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple
 
@@ -13,14 +14,15 @@ from ranks import formed_groups, open_file_store
 from test_replica import Trained, program_of, train
 
 from elastic.geometry.layout import Layout
-from elastic.geometry.sample_order import sample_of
+from elastic.geometry.sample_order import microbatch_seed, sample_of
 from elastic.geometry.shard_map import region_of
+from pipelines.data.windows import Samples
 from pipelines.hugging_face.causal_lm import positions_of
 from pipelines.run.recipes import load
 from pipelines.settings import DataSettings, TrainSettings
 from pipelines.training.workload.optimizer import learning_rate
 
-NUM_STEPS = 3
+NUM_STEPS, BATCH = 3, 6
 
 
 class Case(NamedTuple):
@@ -50,7 +52,7 @@ def settings_for(model_folder: Path, **changes: object) -> TrainSettings:
         update={
             "data": DataSettings(source="random", seq_len=16),
             "dtype": "float64",
-            "batch": 6,
+            "batch": BATCH,
             "eval_every": 1,
             "eval_samples": 3,
             **changes,
@@ -63,23 +65,28 @@ def train_plain_model(
 ) -> tuple[list[tuple[float, float]], dict]:
     """Train the model with plain `transformers` on the same samples."""
     model, optimizer = plain_causal_lm.load(settings.init_from), settings.optimizer
-    data, batches = program_of(settings).workload.train, []
-    for step in range(num_steps):
-        ids = range(step * settings.batch, (step + 1) * settings.batch)
-        batch = data.read(
-            [sample_of(settings.seed, sample_id, data.num_samples) for sample_id in ids]
-        )
-        positions = None if batch.documents is None else positions_of(batch.documents)
-        batches.append((batch.tokens, batch.targets, positions))
+    data = program_of(settings).workload.train
     losses_and_norms = plain_causal_lm.train(
         model,
-        batches,
+        plain_batches(settings, data, num_steps),
         [learning_rate(optimizer, step) for step in range(1, num_steps + 1)],
         (optimizer.beta1, optimizer.beta2),
         optimizer.weight_decay,
         optimizer.max_grad_norm,
     )
     return losses_and_norms, model.state_dict()
+
+
+def plain_batches(settings: TrainSettings, data: Samples, num_steps: int) -> Iterator[tuple]:
+    """The batch of each step, which is one microbatch where a model draws random numbers."""
+    for step in range(num_steps):
+        ids = range(step * settings.batch, (step + 1) * settings.batch)
+        batch = data.read(
+            [sample_of(settings.seed, sample_id, data.num_samples) for sample_id in ids]
+        )
+        positions = None if batch.documents is None else positions_of(batch.documents)
+        torch.manual_seed(microbatch_seed(settings.seed, step + 1, 0))
+        yield batch.tokens, batch.targets, positions
 
 
 def run_rank(world_rank: int, folder: Path, cases: list[Case], num_processes: int) -> None:

@@ -22,6 +22,7 @@ def train(model, batches, lrs, betas, weight_decay, max_grad_norm):
     groups = [group for group in groups if group["params"]]
     optimizer = torch.optim.AdamW(groups, betas=betas, eps=1e-8, foreach=False)
     losses_and_norms = []
+    model.train()
     for lr, (tokens, targets, positions) in zip(lrs, batches, strict=True):
         for group in optimizer.param_groups:
             group["lr"] = lr

@@ -35,6 +35,7 @@ def plain_results(microbatch: int):
     [
         ("pp=2", 2, {}, ["pp=2", "dp=1"]),
         ("dp=2,pp=2", 4, {}, ["pp=2,dp=2", "pp=2"]),
+        ("tp=2", 2, {}, ["tp=2", "dp=1"]),
         (
             "pp=2,vp=2",
             2,

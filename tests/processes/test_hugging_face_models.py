@@ -50,6 +50,7 @@ SIZES = {
 MODELS = {
     "llama": {},
     "tied": {"tie_word_embeddings": True},
+    "dropout": {"attention_dropout": 0.2},
     "qwen2": {},
     "qwen3": {"head_dim": 12},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
@@ -67,6 +68,7 @@ CASES = [
     Case("llama", "pp=4"),
     Case("tied", "fsdp=3"),
     Case("qwen2", "tp=2"),
+    Case("dropout", "tp=2", BATCH),
     Case("qwen2", "pp=2,fsdp=2"),
     Case("mixtral", "tp=2"),
     Case("mixtral", "pp=2,tp=2"),
@@ -77,7 +79,7 @@ def save_model(folder: Path, name: str) -> Path:
     """A random model, saved by `transformers`."""
     model_folder = folder / name
     if not model_folder.exists():
-        kind = "llama" if name == "tied" else name
+        kind = "llama" if name in ("tied", "dropout") else name
         torch.manual_seed(1)
         config = CONFIG_MAPPING[kind](**SIZES | MODELS[name])
         AutoModelForCausalLM.from_config(config).save_pretrained(

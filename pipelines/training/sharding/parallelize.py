@@ -47,7 +47,7 @@ def parallelize(
         bring_constants(module, groups.device)
         parallelize_module(module, workload, parallel, settings)
         if parallel.tp is not None and not workload.shape().sequence_parallel:
-            _draw_as_whole(module, workload, groups, parallel.tp, settings)
+            _draw_as_whole(module, workload, parallel.tp, settings)
     fully = groups.layout.zero == 3 and not _has_full_parameters(groups)
     kind = FullySharded if fully else ZeroSharded
     sharded: Sharded = kind(modules, workload, groups, settings)
@@ -60,13 +60,12 @@ def parallelize(
 def _draw_as_whole(
     module: nn.Module,
     workload: Workload,
-    groups: Groups,
     mesh: DeviceMesh,
     settings: TrainSettings,
 ) -> None:
-    """Let what is called draw for whole tensors: the module or, on a stage, each of its blocks."""
+    """Let the layers of the module draw for whole tensors; without known layers what is called."""
     names = [name for layer in workload.shape().layers for name in layer.modules]
-    if groups.layout.pp == 1:
+    if not names:
         roots = roots_of(module)
         names = [prefix_of(number, len(roots)).rstrip(".") for number in range(len(roots))]
     parts = dict(module.named_modules(remove_duplicate=False))

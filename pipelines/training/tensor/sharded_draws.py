@@ -344,9 +344,9 @@ def draw_as_whole(
         if not part.training:
             return forward(*args, **kwargs)
         if not known:
-            inputs = mapped(lambda tensor: tensor.detach().to("meta"), (args, kwargs))
+            inputs, named = mapped(lambda tensor: tensor.detach().to("meta"), (args, kwargs))
             try:
-                known.append(find(lambda module: module(*inputs[0], **inputs[1])))
+                known.append(find(lambda module: module(*inputs, **named)))
             except Unknown as unknown:
                 known.append(unknown)
         [draws] = known
