@@ -44,7 +44,7 @@ TRACES = (
     Trace("Parcae HH", file="parcae-hh.txt"),
     Trace("Parcae LL", file="parcae-ll.txt"),
 )
-COLUMNS = ("trace", "system", "goodput", "capacity used", "steps redone", "pauses", "median pause s")
+COLUMNS = ("trace", "system", "goodput", "capacity used", "redone", "pauses", "median pause s")
 
 
 def simulate(trace: Trace, folder: Path, detect_s: str) -> dict[str, Any]:

@@ -11,6 +11,7 @@ import plain_causal_lm
 import pytest
 import torch
 from causal_lm_cases import (
+    BATCH,
     Case,
     assert_equals_plain_loop,
     run_rank,
