@@ -1,7 +1,7 @@
 """Writes the tables of `docs/goodput.md` from the results that the benchmarks have written.
 
-    python benchmarks/board.py            writes the page
-    python benchmarks/board.py --check    exits with 1 if the page is out of date
+python benchmarks/board.py            writes the page
+python benchmarks/board.py --check    exits with 1 if the page is out of date
 """
 
 from __future__ import annotations
