@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,6 +15,7 @@ from pipelines.errors import UserError
 from pipelines.hugging_face.anatomy import Anatomy
 from pipelines.settings import LoraSettings
 from pipelines.training.workload.initial_values import Constant, Distribution, kaiming_uniform
+from pipelines.training.workload.workload import Layer, starred
 
 BASE = ".base_layer."
 ADAPTER = ".default."
@@ -67,11 +69,45 @@ def adapter_distribution(name: str, shape: tuple[int, ...]) -> Distribution:
     return Constant(0.0) if ".lora_B." in name else kaiming_uniform(shape[1], math.sqrt(5))
 
 
-def with_adapters(anatomy: Anatomy) -> Anatomy:
-    """The anatomy with `tp` and `pp` refused: the plans of `transformers` do not cover adapters."""
-    limits = anatomy.shape.limits
-    added = tuple((axis, "adapters train over dp and fsdp alone") for axis in ("tp", "pp"))
-    known = tuple(pair for pair in limits.refused if pair[0] not in ("tp", "pp"))
-    limits = replace(limits, tp_divides=1, refused=(*known, *added))
-    shape = replace(anatomy.shape, limits=limits, styles={})
-    return replace(anatomy, shape=shape, is_head_cut=False)
+def with_adapters(anatomy: Anatomy, adapted: nn.Module) -> Anatomy:
+    """The anatomy of a model into which adapters were inserted.
+
+    An adapter adds `B A x` to the output of its base layer. If `tp` shards that output, it shards
+    the rows of B, and A is replicated; if it shards the input `x`, it shards the columns of A, and
+    B is replicated. A layer without adapters joins its neighbour, because a pipeline stage without
+    trained parameters has no optimizer.
+    """
+    shape, styles = anatomy.shape, dict(anatomy.shape.styles)
+    refused = shape.limits.refused
+    for name, module in adapted.named_modules():
+        base, _, last = name.rpartition(".")
+        style = shape.style_of(base) if last == BASE.strip(".") else None
+        if style is None:
+            continue
+        if not isinstance(module, nn.Linear):
+            refused = (*refused, ("tp", f"the adapter of {base} is not one of a linear layer"))
+        sharded = "lora_A" if style == "rowwise" else "lora_B"
+        styles[starred(name)] = style
+        styles[starred(f"{base}.{sharded}{ADAPTER.rstrip('.')}")] = style
+    trained = [name for name, _ in adapted.named_parameters() if is_adapter(name)]
+    layers = _joined(shape.layers, trained)
+    limits = replace(shape.limits, refused=refused, num_layers=len(layers))
+    return replace(anatomy, shape=replace(shape, layers=layers, limits=limits, styles=styles))
+
+
+def _joined(layers: Sequence[Layer], trained: Sequence[str]) -> tuple[Layer, ...]:
+    """The layers, those without trained parameters joined to the one before or else behind."""
+    joined: list[Layer] = []
+    for layer in layers:
+        if joined and not (_has_any(layer, trained) and _has_any(joined[-1], trained)):
+            before = joined.pop()
+            joined.append(Layer((*before.modules, *layer.modules), before.cost + layer.cost))
+        else:
+            joined.append(layer)
+    return tuple(joined)
+
+
+def _has_any(layer: Layer, parameters: Sequence[str]) -> bool:
+    """Whether a layer has any of these parameters; one without modules is the whole model."""
+    prefixes = tuple(f"{module}." for module in layer.modules) or ("",)
+    return any(name.startswith(prefixes) for name in parameters)

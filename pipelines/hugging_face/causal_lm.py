@@ -70,8 +70,9 @@ class CausalLMWorkload(NextToken):
         self.example = build(settings.config)
         self.anatomy = anatomy_of(self.example)
         if self.lora:
-            self.anatomy = with_adapters(self.anatomy)
-            add_adapters(build(settings.config), self.lora)  # raises `UserError` early
+            adapted = build(settings.config)
+            add_adapters(adapted, self.lora)
+            self.anatomy = with_adapters(self.anatomy, adapted)
         head = output_embedding(self.example)
         assert head is not None, "a causal language model has a head"
         super().__init__(head.get_parameter("weight").shape[0], train, held_out, dtype)

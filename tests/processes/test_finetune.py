@@ -10,7 +10,7 @@ import peft
 import plain_causal_lm
 import pytest
 import torch
-from harness import run_in_processes
+from harness import Outcome, run_in_processes
 from run_checks import assert_no_step_repeated
 from test_hugging_face_models import SIZES
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM
@@ -18,7 +18,8 @@ from transformers import CONFIG_MAPPING, AutoModelForCausalLM
 from actors.runtime.fault_spec import Fault
 from elastic.geometry.regions import Region
 from elastic.geometry.sample_order import sample_of
-from elastic.protocol.events import WorkerDraining
+from elastic.geometry.target_layout import TargetLayout
+from elastic.protocol.events import LayoutRequested, WorkerDraining
 from pipelines.errors import UserError
 from pipelines.hugging_face.adapters import is_adapter
 from pipelines.hugging_face.causal_lm import positions_of
@@ -55,8 +56,28 @@ def request_for(folder: Path, *changes: str) -> TrainRequest:
     )
 
 
+def reshard_to(layout: str, step: int) -> tuple[int, LayoutRequested]:
+    return step, LayoutRequested("other", TargetLayout.parse(layout))
+
+
 def train_with_faults(tmp_path: Path, *changes: str) -> tuple[dict[int, float], TrainingProgram]:
     """Train with four workers, of which two are killed and one is drained."""
+    losses, program, run = train(
+        tmp_path,
+        "dp=4",
+        changes,
+        faults=(Fault("kill", "w1", 2, "compute"), Fault("kill", "w2", 4, "apply")),
+        due=((4, WorkerDraining("w3", "shrinks")),),
+    )
+    assert {"w1", "w2"} <= {line["worker"] for line in run.lines_of("WorkerLost")}
+    assert "w3" not in run.lines_of("Resume")[-1]["workers"]
+    return losses, program
+
+
+def train(
+    tmp_path: Path, layout: str, changes: tuple[str, ...], **events: object
+) -> tuple[dict[int, float], TrainingProgram, Outcome]:
+    """Train with four workers."""
     plan = make_plan(request_for(tmp_path, *changes), 0)
     settings = plan.settings.model_copy(update={"checkpoint": CheckpointSettings(every=NUM_STEPS)})
     folder = plan.run.program.kwargs["data_folder"]
@@ -64,18 +85,15 @@ def train_with_faults(tmp_path: Path, *changes: str) -> tuple[dict[int, float], 
         tmp_path / "run",
         settings,
         4,
-        layout="dp=4",
-        faults=(Fault("kill", "w1", 2, "compute"), Fault("kill", "w2", 4, "apply")),
-        due=((4, WorkerDraining("w3", "shrinks")),),
+        layout=layout,
         data_folder=folder,
+        **events,
     )
     assert run.stopped.outcome == "completed"
     assert_no_step_repeated(run)
-    assert {"w1", "w2"} <= {line["worker"] for line in run.lines_of("WorkerLost")}
-    assert "w3" not in run.lines_of("Resume")[-1]["workers"]
     recipe = {"settings": settings.model_dump(mode="json"), "data_folder": folder}
     (run.folder / "recipe.json").write_text(json.dumps(recipe))
-    return run.losses(), TrainingProgram(**recipe, device="cpu")
+    return run.losses(), TrainingProgram(**recipe, device="cpu"), run
 
 
 def train_plain_model(program: TrainingProgram, model: torch.nn.Module) -> list[float]:
@@ -113,9 +131,27 @@ def test_finetuning_of_all_weights_equals_transformers(tmp_path: Path) -> None:
 def test_finetuning_of_adapters_equals_peft(tmp_path: Path) -> None:
     """Base weights are not in the optimizer; the export is a `peft` folder."""
     losses, program = train_with_faults(tmp_path, *LORA)
-    specs = program.specs()
-    optimizer_names = {spec.name for spec in specs if spec.kind == "optimizer"}
+    optimizer_names = {spec.name for spec in program.specs() if spec.kind == "optimizer"}
     assert optimizer_names and all(is_adapter(name) for name in optimizer_names)
+    assert_equals_peft(tmp_path, losses, program)
+
+
+@pytest.mark.slow
+def test_adapters_over_tp_and_pp_equal_peft_through_reshards(tmp_path: Path) -> None:
+    losses, program, run = train(
+        tmp_path,
+        "dp=2,tp=2",
+        LORA,
+        due=(reshard_to("pp=2,tp=2", 2), reshard_to("fsdp=2,pp=2", 4)),
+    )
+    layouts = [line["layout"] for line in run.lines_of("Resume")]
+    assert layouts == ["dp=2,tp=2", "pp=2,tp=2", "pp=2,fsdp=2"]
+    assert_equals_peft(tmp_path, losses, program)
+
+
+def assert_equals_peft(tmp_path: Path, losses: dict[int, float], program: TrainingProgram) -> None:
+    """Losses and the exported adapters are those of a plain loop with `peft`."""
+    specs = program.specs()
     config = peft.LoraConfig(
         r=4, lora_alpha=8, target_modules=["q_proj", "v_proj", "down_proj"], task_type="CAUSAL_LM"
     )
@@ -139,7 +175,8 @@ def test_finetuning_of_adapters_equals_peft(tmp_path: Path) -> None:
 REFUSED = {
     "no model": ((), (), "init_from=FOLDER"),
     "no such layers": ((), ("lora.rank=4", "lora.targets=nowhere"), "lora.targets=nowhere"),
-    "stages": (("pp=2",), LORA, "dp and fsdp alone"),
+    "stages without adapters": (("pp=4",), LORA, "the model has 2 layers"),
+    "an embedding": (("tp=2",), (*LORA[:2], "lora.targets=embed_tokens"), "not one of a linear"),
 }
 
 
@@ -150,6 +187,6 @@ def test_unsupported_finetuning_is_refused_with_the_reason(tmp_path: Path, name:
     if name == "no model":
         request = TrainRequest("finetune", storage=str(tmp_path), data=request.data)
     if layout:
-        request = TrainRequest(**vars(request) | {"layout": layout[0], "workers": "2"})
+        request = TrainRequest(**vars(request) | {"layout": layout[0], "workers": layout[0][-1]})
     with pytest.raises(UserError, match=message):
         make_plan(request, 0)
