@@ -77,7 +77,9 @@ def main() -> int:
         "--traces", type=Path, default=TRACES_FOLDER, help="the folder of the recorded traces"
     )
     options = arguments.parse_args()
-    rows, seconds, p3 = [], {}, {}
+    rows: list[list[str]] = []
+    seconds: dict[str, float] = {}
+    p3: dict[str, Any] = {}
     for trace in TRACES:
         for said, detect_s in DETECTIONS.items():
             began = time.monotonic()
