@@ -19,7 +19,7 @@ WIDE = tiny().model_copy(
 """About 9 M parameters: 37 MB, and as much again for each of gradients and moments."""
 
 
-def test_run_ends_with_the_bytes_and_a_fitting_layout_if_none_fits_its_workers(
+def test_run_ends_and_names_a_fitting_layout_if_none_fits_its_workers(
     tmp_path: Path,
 ) -> None:
     outcome = run_in_processes(

@@ -126,6 +126,16 @@ def test_verdict_follows_the_outcome_and_the_failure_kind(
     assert row.reason == ("" if verdict == "ran" else "w1: as it was")
 
 
+def test_layout_that_ran_out_of_memory_is_named_although_the_run_went_on(
+    folder: RunFolder,
+) -> None:
+    line = {"time": 8.0, "event": "WorkerRaised", "kind": "memory", "message": "no memory left"}
+    append(folder.journal, line)
+    append_stop(folder, "completed")
+    row = measure(TP2, folder)
+    assert (row.verdict, row.reason) == ("out of memory", "no memory left")
+
+
 def test_row_of_another_layout_than_requested_is_not_feasible(folder: RunFolder) -> None:
     append_stop(folder, "completed")
     row = measure(Layout(dp=2), folder)

@@ -151,11 +151,13 @@ def _ending(journal: list[SweepLine], broken: str) -> tuple[SweepVerdict, str]:
     if not endings:
         return "failed", broken or "it did not end"
     outcome, reason = endings[-1]["outcome"], endings[-1]["reason"]
-    if outcome == "completed":
-        return "ran", ""
-    raised = {line["kind"] for line in journal if line.get("event") == "WorkerRaised"}
-    if outcome == "failed" and "memory" in raised:
+    raised = [line for line in journal if line.get("event") == "WorkerRaised"]
+    shortages = [line for line in raised if line["kind"] == "memory"]
+    if outcome == "failed" and shortages:
         return "out of memory", reason
+    if outcome == "completed":
+        # The run has gone on under another layout; this one is out of memory all the same.
+        return ("out of memory", shortages[0].get("message", "")) if shortages else ("ran", "")
     verdicts: dict[str, SweepVerdict] = {"user_error": "not feasible", "interrupted": "interrupted"}
     return verdicts.get(outcome, "failed"), reason
 
