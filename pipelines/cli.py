@@ -22,23 +22,11 @@ from pipelines.cli_options import (
     Changes,
     Data,
     Detach,
-    DeviceBandwidth,
-    DeviceFlops,
-    DeviceMemory,
-    DeviceName,
     DryRun,
-    Efficiency,
-    FarBandwidth,
     FaultOptions,
     InProcess,
     Interface,
-    LinkBandwidth,
-    ModelParams,
     NotifyUrl,
-    PlanAsJson,
-    PlannedLayouts,
-    PlannedRecipe,
-    PlannedWorkers,
     Ports,
     Prices,
     Profile,
@@ -46,8 +34,8 @@ from pipelines.cli_options import (
     ScriptWords,
     TrackingUri,
     Workers,
-    WorldSizes,
 )
+from pipelines.cli_plan import PlanWords, add_plan
 from pipelines.cli_simulate import add_simulate
 from pipelines.errors import UserCodeFailed, UserError, refuse_undecodable
 from pipelines.simulation.request import SimulateRequest
@@ -295,46 +283,35 @@ def convert_command(
     typer.echo(converted.text)
 
 
-@app.command()
-def plan(
-    recipe: PlannedRecipe = None,
-    workers: PlannedWorkers = "8",
-    device: DeviceName = None,
-    price: Prices = None,
-    layout: PlannedLayouts = None,
-    set_: Changes = None,
-    json_: PlanAsJson = False,
-    efficiency: Efficiency = 0.45,
-    device_memory: DeviceMemory = None,
-    device_flops: DeviceFlops = None,
-    device_bandwidth: DeviceBandwidth = None,
-    link_bandwidth: LinkBandwidth = None,
-    far_bandwidth: FarBandwidth = None,
-    model_params: ModelParams = None,
-    world_sizes: WorldSizes = "1,8,64,512",
-) -> None:
-    """Rank the layouts of RECIPE on a device: memory, speed, hours and price."""
-    if recipe is None:
+def _plan(words: PlanWords) -> int:
+    if words.recipe is None:
         from pipelines.observe.view.footprint_table import print_footprints
 
-        print_footprints(model_params, world_sizes)
-        return
-    if model_params is not None:
+        print_footprints(words.model_params, words.world_sizes)
+        return 0
+    if words.model_params is not None:
         raise UserError("give RECIPE or --model-params, not both")
     from pipelines.run.refusals import refuse_early
 
-    refuse_early(recipe, set_ or ())
+    refuse_early(words.recipe, words.changes)
     with quick_imports():
         from pipelines.plan.device_options import DeviceFlags
         from pipelines.plan.plan_command import PlanRequest, plan_recipe
 
-    flags = DeviceFlags(
-        device, device_memory, device_flops, device_bandwidth, link_bandwidth, far_bandwidth
-    )
     request = PlanRequest(
-        recipe, workers, flags, tuple(price or ()), tuple(set_ or ()), layout, efficiency, json_
+        words.recipe,
+        words.workers,
+        DeviceFlags(words.device, *words.device_figures),
+        words.prices,
+        words.changes,
+        words.layouts,
+        words.efficiency,
+        words.as_json,
     )
-    raise typer.Exit(plan_recipe(request, _console_for_tables()))
+    return plan_recipe(request, _console_for_tables())
+
+
+add_plan(app, _plan)
 
 
 def _simulate(request: SimulateRequest) -> int:

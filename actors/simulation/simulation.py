@@ -134,6 +134,7 @@ class SimulatedController:
         self._fleet = SimulatedFleet(
             timeline, costs.detect_s, self._cluster, self._gang, self._post
         )
+        self._core: WatchedCore | None = None
         self._shell = self._make_shell(take_line)
         self._end_s: float | None = None
 
@@ -154,9 +155,7 @@ class SimulatedController:
 
     @property
     def newest_deadline(self) -> float | None:
-        core = self._shell._core
-        assert isinstance(core, WatchedCore), "the shell uses the core of its parts"
-        return core.newest_deadline
+        return self._core.newest_deadline if self._core is not None else None
 
     def end_event(self) -> None:
         """Nothing."""
@@ -180,7 +179,7 @@ class SimulatedController:
             monotonic=lambda: self._timeline.now,
             sleep=self.wait,
             look_every_s=max(LOOK_EVERY_S, 2 * self._run.costs.step_s),
-            make_core=WatchedCore,
+            make_core=self._watch,
             make_inbox=lambda: SimulatedInbox(self),
             open_journal=lambda *_: journal,
             open_metrics=lambda *_: metrics,
@@ -190,6 +189,10 @@ class SimulatedController:
             open_compactor=lambda *_: None,
         )
         return Shell(storage, UncontestedLease(storage), parts=parts)
+
+    def _watch(self, state: ControllerState) -> WatchedCore:
+        self._core = WatchedCore(state)
+        return self._core
 
     def _post(self, event: Event) -> None:
         if isinstance(event, ControllerRaised):

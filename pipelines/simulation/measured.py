@@ -28,7 +28,7 @@ class MeasuredRun:
 
 
 @dataclass(slots=True)
-class Samples:
+class CostSamples:
     """Single measurements by cost, and the beginnings of what is under way."""
 
     seconds: dict[str, list[float]] = field(default_factory=dict)
@@ -78,7 +78,7 @@ def measure(folder: RunFolder) -> MeasuredRun:
         )
     most = max(row["world_size"] for row in rows)
     step_s = median(row["step_s"] for row in rows if row["world_size"] == most)
-    samples = Samples(saved_at={row["step"]: row["time"] for row in rows})
+    samples = CostSamples(saved_at={row["step"]: row["time"] for row in rows})
     for line in Tail(folder.journal).drain():
         if "time" in line:
             samples.take(line)
