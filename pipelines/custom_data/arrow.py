@@ -14,7 +14,13 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from actors.storage.credentials import without_credentials
+from actors.storage.remote_files import RemoteFile, remote_files
+from actors.storage.storage import is_remote
+from pipelines.data.cache import LocalCopies
+from pipelines.data.corpus import SourceFile
 from pipelines.errors import UserError
+from pipelines.settings import CacheSettings
 from pipelines.settings.home import expand_home
 
 SUFFIXES = (".parquet", ".arrow")
@@ -25,14 +31,22 @@ NUM_GROUPS_KEPT = 8
 class ArrowDataset:
     """Rows as dicts by column: numbers, strings, and lists of numbers as numpy arrays.
 
-    `path` is a file, a folder or a glob; `columns` are the columns to read (None: all). `.arrow`
-    files (IPC) are memory-mapped. Of `.parquet` files the latest row groups are cached decoded, so
-    write small row groups (a few thousand rows) for reading in random order.
+    `path` is a file, a folder or a glob, also at a URL, from where each file is copied to the cache
+    of the machine when a row of it is first read (an `.arrow` file at once); `cache` are its
+    settings. `columns` are the columns to read (None: all). `.arrow` files (IPC) are memory-mapped.
+    Of `.parquet` files the latest row groups are cached decoded, so write small row groups (a few
+    thousand rows) for reading in random order.
     """
 
-    def __init__(self, path: str | Path, columns: Sequence[str] | None = None) -> None:
+    def __init__(
+        self,
+        path: str | Path,
+        columns: Sequence[str] | None = None,
+        cache: CacheSettings | None = None,
+    ) -> None:
         """Raises `UserError` if there is no such file, or a file cannot be read."""
         self.columns = list(columns) if columns is not None else None
+        self.cache = cache or CacheSettings()
         self.files = _files(str(path))
         self._open()
 
@@ -48,35 +62,38 @@ class ArrowDataset:
         return {name: _value(table.column(name)[row]) for name in table.column_names}
 
     def __getstate__(self) -> dict[str, Any]:
-        return {"columns": self.columns, "files": self.files}
+        return {"columns": self.columns, "files": self.files, "cache": self.cache}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.columns, self.files = state["columns"], state["files"]
+        self.cache = state["cache"]
         self._open()
 
     def _open(self) -> None:
         self._table = lru_cache(NUM_GROUPS_KEPT)(self._read)
+        self._copies = LocalCopies(self.cache)
         self._groups = [group for file in self.files for group in self._groups_of(file)]
         self._ends = list(accumulate(num_rows for _, _, num_rows in self._groups))
         if not self._ends or not self._ends[-1]:
             raise UserError(f"{self.files[0]}: has no rows")
 
-    def _groups_of(self, file: str) -> list[tuple[str, int, int]]:
+    def _groups_of(self, file: SourceFile) -> list[tuple[SourceFile, int, int]]:
         """The row groups of a file: (file, index of the group, number of rows)."""
         try:
-            if file.endswith(".arrow"):
+            if file.suffix == ".arrow":
                 return [(file, 0, self._read(file, 0).num_rows)]
-            metadata = pq.read_metadata(file)
+            metadata = _metadata(file)
         except (pa.ArrowException, OSError) as error:
             raise UserError(f"{file}: cannot be read ({error})") from None
         numbers = range(metadata.num_row_groups)
         return [(file, group, metadata.row_group(group).num_rows) for group in numbers]
 
-    def _read(self, file: str, group: int) -> pa.Table:
-        if not file.endswith(".arrow"):
-            with pq.ParquetFile(file) as table:
+    def _read(self, file: SourceFile, group: int) -> pa.Table:
+        path = self._copies.path_of(file) if isinstance(file, RemoteFile) else file
+        if file.suffix != ".arrow":
+            with pq.ParquetFile(path) as table:
                 return table.read_row_group(group, columns=self.columns, use_threads=False)
-        with pa.memory_map(file) as source:
+        with pa.memory_map(str(path)) as source:
             try:
                 table = pa.ipc.open_file(source).read_all()
             except pa.ArrowInvalid:  # Hugging Face's `datasets` write streams
@@ -84,7 +101,16 @@ class ArrowDataset:
         return table.select(self.columns) if self.columns is not None else table
 
 
-def _files(path: str) -> list[str]:
+def _metadata(file: SourceFile) -> pq.FileMetaData:
+    if not isinstance(file, RemoteFile):
+        return pq.read_metadata(file)
+    with file.system.open_input_file(file.path) as opened:
+        return pq.read_metadata(opened)
+
+
+def _files(path: str) -> Sequence[SourceFile]:
+    if is_remote(path):
+        return _files_at(path)
     place = expand_home(path)
     if place.is_dir():
         files = [str(file) for suffix in SUFFIXES for file in place.rglob(f"*{suffix}")]
@@ -92,7 +118,23 @@ def _files(path: str) -> list[str]:
         files = glob(str(place), recursive=True)
     if not files:
         raise UserError(f"{path}: there is no {' or '.join(SUFFIXES)} file; name a file or folder")
-    return sorted(str(Path(file).resolve()) for file in files)
+    return sorted(Path(file).resolve() for file in files)
+
+
+def _files_at(url: str) -> Sequence[SourceFile]:
+    shown = without_credentials(url)
+    try:
+        found = remote_files(url)
+    except (OSError, ValueError, ImportError) as error:
+        cause = without_credentials(str(error).splitlines()[0])
+        raise UserError(
+            f"{shown}: cannot be listed ({cause}); check the URL, this machine's network and the "
+            "credentials in its environment"
+        ) from None
+    files = [file for file in found if file.suffix in SUFFIXES]
+    if not files:
+        raise UserError(f"{shown}: there is no {' or '.join(SUFFIXES)} file; name a file or folder")
+    return files
 
 
 def _value(cell: pa.Scalar) -> Any:

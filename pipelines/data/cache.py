@@ -11,6 +11,8 @@ import errno
 import fcntl
 import os
 import stat
+import tempfile
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -18,10 +20,16 @@ from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO, Literal
 
+from actors.storage.remote_files import RemoteFile
+from pipelines.settings import CacheSettings
+from pipelines.settings.home import expand_home
+
 DRAFT = ".partial"
 ROOM = ".room"
 """The lock that a process holds while it evicts files; it is never removed."""
 READ_BYTES = 1 << 22
+BUSY_S = 0.05
+"""The pause while another process fetches the same file."""
 
 Filled = Literal["filled", "busy", "full"]
 """Outcome of filling: the file is there, another process writes it, or every file is in use."""
@@ -157,6 +165,46 @@ class ShardCache:
             if size and _remove_unused(path):
                 excess -= size
         return excess <= 0
+
+
+def cache_folder(settings: CacheSettings) -> Path:
+    """The folder of the machine's cache."""
+    if settings.folder is not None:
+        return expand_home(settings.folder)
+    return Path(tempfile.gettempdir()) / f"elastic-cache-{os.getuid()}"
+
+
+class LocalCopies:
+    """Whole files at URLs, each copied once to the machine's cache, where it is in use while this
+    object exists. The copy belongs to the file's URL, size and time."""
+
+    def __init__(self, settings: CacheSettings) -> None:
+        self._settings = settings
+        self._held: dict[RemoteFile, HeldFile] = {}
+
+    def path_of(self, file: RemoteFile) -> Path:
+        """The copy, which this call makes if there is none.
+
+        Raises `OSError` if the file cannot be read or the cache has no room for it.
+        """
+        if file not in self._held:
+            self._held[file] = self._hold(file)
+        return self._held[file].path
+
+    def _hold(self, file: RemoteFile) -> HeldFile:
+        identity = f"{file.url} {file.num_bytes} {file.modified_ns}"
+        key = CacheKey(sha256(identity.encode()).hexdigest(), file.num_bytes)
+        cache = ShardCache(cache_folder(self._settings), self._settings.max_bytes)
+        while (held := cache.hold(key)) is None:
+            outcome = cache.fill(key, lambda out: out.writelines(file.chunks()))
+            if outcome == "full":
+                raise OSError(
+                    f"{cache.folder}: no room for {file.num_bytes} bytes, as all files there are "
+                    "in use; raise cache.max_bytes"
+                )
+            if outcome == "busy":
+                time.sleep(BUSY_S)
+        return held
 
 
 def _lock(fd: int) -> bool:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import sys
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Container, Iterable, Iterator
@@ -12,7 +11,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
-from pathlib import Path
 from typing import BinaryIO, TypeVar
 
 import pyarrow as pa
@@ -20,11 +18,10 @@ import pyarrow as pa
 from actors.storage.credentials import without_credentials
 from actors.storage.storage import Storage
 from elastic.protocol.policy import backoff_s
-from pipelines.data.cache import CacheKey, HeldFile, ShardCache
+from pipelines.data.cache import CacheKey, HeldFile, ShardCache, cache_folder
 from pipelines.data.shards import OpenShard, ShardFile, damaged, open_shard
 from pipelines.errors import DataUnreachable, UserError
 from pipelines.settings import CacheSettings
-from pipelines.settings.home import expand_home
 
 READ_BYTES = 1 << 23
 RETRY_S, LONGEST_RETRY_S = 0.5, 10.0
@@ -172,7 +169,7 @@ class FetchedShards:
 
     def reach(self) -> None:
         """Raise `DataUnreachable` if this machine cannot use its cache or cannot read the data."""
-        folder = self._cache_folder()
+        folder = cache_folder(self._settings)
         try:
             self._cache = ShardCache(folder, self._settings.max_bytes)
         except OSError as error:
@@ -236,11 +233,6 @@ class FetchedShards:
         patience_s = self._settings.patience_s
         if failure and time.monotonic() - max(began, failure.since) > patience_s:
             raise unreachable(self._storage.at(name).url, failure.cause)
-
-    def _cache_folder(self) -> Path:
-        if self._settings.folder is not None:
-            return expand_home(self._settings.folder)
-        return Path(tempfile.gettempdir()) / f"elastic-cache-{os.getuid()}"
 
     def _start(self) -> None:
         if self._cache is None:

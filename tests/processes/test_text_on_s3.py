@@ -41,7 +41,9 @@ def test_text_on_s3_is_prepared_as_local_text(texts: str, tmp_path: Path) -> Non
     assert (place / INDEX).is_file() and find_data(texts, str(tmp_path / "cache")).is_there()
 
 
-def test_text_is_prepared_from_url_to_url_and_prepared_data_beside_it_are_skipped(texts: str) -> None:
+def test_text_is_prepared_from_url_to_url_and_prepared_data_are_skipped(
+    texts: str,
+) -> None:
     place = texts.replace("/texts?", "/texts/prepared?")
     cache = texts.replace("/texts?", "/cache?")
     before = [str(file) for file in find_corpus(texts).files]

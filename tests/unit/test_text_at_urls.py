@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pickle
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -12,10 +13,12 @@ import pyarrow.parquet as pq
 import pytest
 
 from actors.storage.remote_files import remote_files
+from pipelines.custom_data.arrow import ArrowDataset
 from pipelines.data.corpus import find_corpus
 from pipelines.data.opening import find_data, prepared_folder
 from pipelines.data.packing import FILE, find_chats, prepare_chats
 from pipelines.errors import UserError
+from pipelines.settings import CacheSettings
 
 CHAT = b'{"prompt": "a", "response": "b"}\n{"prompt": "c", "response": "d"}\n'
 
@@ -111,3 +114,21 @@ def test_file_that_changes_while_it_is_read_is_refused(remote: str) -> None:
     fsspec.filesystem("memory").pipe("/bucket/a.txt", b"shorter")
     with pytest.raises(OSError, match="has 7 bytes now, but was listed with 450"):
         file.read_bytes()
+
+
+def test_rows_at_a_url_are_those_of_the_same_files_here(
+    local: Path, remote: str, tmp_path: Path
+) -> None:
+    """Each file is copied to the machine's cache once."""
+    cache = CacheSettings(folder=str(tmp_path / "cache"))
+    here, there = ArrowDataset(local), ArrowDataset(remote, cache=cache)
+    again = pickle.loads(pickle.dumps(there))
+    assert len(there) == len(here) == 14
+    for number in (13, 0, 6, 7):
+        assert there[number] == again[number] == here[number]
+    assert len([f for f in (tmp_path / "cache").iterdir() if f.stat().st_size]) == 2
+    with pytest.raises(UserError, match=r"memory://bucket/none: there is no \.parquet or \.arrow"):
+        ArrowDataset("memory://bucket/none")
+    full = CacheSettings(folder=str(tmp_path / "small"), max_bytes=100)
+    with pytest.raises(UserError, match=r"d\.arrow: cannot be read \(.*raise cache\.max_bytes\)"):
+        ArrowDataset(f"{remote}/d.arrow", cache=full)
