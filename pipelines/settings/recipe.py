@@ -54,6 +54,9 @@ class Recipe:
     `["embed", "layers.*", "head"]`; a star stands for each number. The module's forward must call
     each block with the output of the block before, one tensor.
 
+    `sequence` says which dim of the tensors of a batch is the sequence, by their keys, e.g.
+    `{"tokens": 1, "positions": 1, "targets": 1}`: `cp` gives each rank its part of these.
+
     `begin_reader` is called in each reader process (`settings.reading.num_readers`) with its
     number, before the first sample, as torch's `worker_init_fn`.
 
@@ -76,4 +79,5 @@ class Recipe:
     plan: Mapping[str, Any] = field(default_factory=dict)
     tp_divides: int | None = None
     pipeline: Sequence[str] = ()
+    sequence: Mapping[str | int, int] = field(default_factory=dict)
     begin_reader: Callable[[int], None] | None = None

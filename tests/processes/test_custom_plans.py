@@ -1,16 +1,20 @@
-"""Plans in the words of torch's parallel styles: a run on tp=2, then on one worker, equals a plain
-loop."""
+"""Custom modules on tp=2, by plans of torch's parallel styles, and on cp=2, then on one worker,
+equal a plain loop."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
+import custom_decoder
 import custom_llama
 import pytest
 import torch
+from custom_decoder import SETTINGS
 from harness import run_in_processes
 
 from elastic.protocol.events import WorkerDraining
+from pipelines.training.custom.custom_workload import CustomWorkload
 
 
 @pytest.mark.slow
@@ -33,3 +37,52 @@ def test_plan_of_torch_styles_trains_as_one_process_also_through_a_reshard(
     assert list(run.losses().values()) == pytest.approx(
         custom_llama.train_in_one_process(), rel=1e-9
     )
+
+
+@pytest.mark.slow
+def test_cut_sequences_train_as_one_process_also_through_a_reshard(tmp_path: Path) -> None:
+    """The two ranks have parts of different lengths, and the second one fewer counted tokens."""
+    run = run_in_processes(
+        tmp_path,
+        custom_decoder.CUSTOM_SETTINGS,
+        2,
+        layout="cp=2",
+        due=((6, WorkerDraining("w1", "shrinks")),),
+        recipe=f"{custom_decoder.__file__}:recipe",
+    )
+    assert run.stopped.outcome == "completed", run.stopped
+    assert [line["layout"] for line in run.lines_of("Resume")] == ["cp=2", "dp=1"]
+    torch.set_num_threads(1)
+    assert list(run.losses().values()) == pytest.approx(
+        custom_decoder.train_in_one_process(), rel=1e-9
+    )
+
+
+def cp_refusal(**changes: object) -> str | None:
+    workload = CustomWorkload(replace(custom_decoder.recipe(), **changes))
+    return dict(workload.limits().refused).get("cp")
+
+
+def mean_loss(model, batch):
+    return custom_decoder.loss(model, batch)[0]
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({}, None),
+        ({"sequence": {}}, "does not say which dims"),
+        ({"model": custom_decoder.CountingDecoder}, "take positions from the batch"),
+        ({"loss": mean_loss}, "must return pairs"),
+        ({"sequence": {"token": 1}}, "no tensor 'token' with a dim 1"),
+        ({"sequence": {"tokens": 1, "targets": 0}}, "must be equal"),
+        (
+            {"settings": SETTINGS.model_copy(update={"activation_checkpointing": "full"})},
+            "activation_checkpointing=none",
+        ),
+    ],
+)
+def test_a_recipe_is_tried_out_with_cut_sequences(changes, message: str | None) -> None:
+    reason = cp_refusal(**changes)
+    assert reason is None if message is None else message in (reason or "")
+    assert "\n" not in (reason or "")

@@ -30,6 +30,8 @@ class CustomBatch(NamedTuple):
     num_samples: int
     num_held: int
     seeds: PassSeeds | None = None
+    length: int = 0
+    """The length of whole sequences, if this rank has a part of them."""
 
 
 class UnfitForPipeline(UserError):

@@ -23,7 +23,8 @@ NO_PIPELINE = (
     "Recipe(pipeline=['embed', 'layers.*', 'head'], ...)"
 )
 REFUSED = {
-    "cp": "it is unknown which part of a recipe's batch is a sequence",
+    "cp": "the recipe does not say which dims of its batch are the sequence: "
+    "Recipe(sequence={'tokens': 1, 'positions': 1, 'targets': 1}, ...)",
     "ep": "it is unknown which of a recipe's modules are experts",
 }
 
@@ -34,6 +35,7 @@ def shape_of(
     tp_divides: int | None = None,
     pipeline: Sequence[str] = (),
     blocks: Sequence[str] = (),
+    has_sequence: bool = False,
 ) -> ModelShape:
     """The shape of a module on the meta device, whose `blocks` are sharded one by one.
 
@@ -43,7 +45,8 @@ def shape_of(
     styles = _styles(module, plan)
     parts = parts_of(module, pipeline)
     no_pp = why_not_sequential(module, parts, blocks) if parts else NO_PIPELINE
-    refused = [*REFUSED.items(), *([] if styles else [("tp", NO_PLAN)])]
+    unknown = {axis: why for axis, why in REFUSED.items() if axis != "cp" or not has_sequence}
+    refused = [*unknown.items(), *([] if styles else [("tp", NO_PLAN)])]
     refused += [("pp", no_pp)] if no_pp else []
     widths = [
         _width(module.get_submodule(name), style)

@@ -42,11 +42,17 @@ from pipelines.training.custom.custom_optimizer import CustomOptimizerFactory
 from pipelines.training.custom.custom_pipeline import Chain, CustomBatch, inputs_of, parts_of
 from pipelines.training.custom.custom_shape import shape_of
 from pipelines.training.custom.loss_sums import counted
-from pipelines.training.custom.merge_trial import Merging, draws_at_random, try_merging
+from pipelines.training.custom.merge_trial import (
+    Merging,
+    draws_at_random,
+    try_merging,
+    why_no_context_parallelism,
+)
 from pipelines.training.custom.microbatch_draws import BlockSeeds, MicrobatchDraws, PassSeeds
 from pipelines.training.custom.optimizer_checks import NOT_CUT, uncut_parameters, why_not_split
 from pipelines.training.custom.pipeline_trial import why_no_pipeline
 from pipelines.training.custom.tensor_trial import why_no_tensor_parallelism
+from pipelines.training.models.cut_sequences import own_part
 from pipelines.training.models.mlp import MlpWorkload
 from pipelines.training.workload.optimizer import OptimizerFactory
 from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups
@@ -112,8 +118,9 @@ class CustomWorkload:
     @cached_property
     def _shape(self) -> ModelShape:
         recipe, module = self.recipe, self.module()
+        names, has_sequence = self._names_of_blocks, bool(recipe.sequence)
         shape = shape_of(
-            module, recipe.plan, recipe.tp_divides, recipe.pipeline, self._names_of_blocks
+            module, recipe.plan, recipe.tp_divides, recipe.pipeline, names, has_sequence
         )
         return replace(shape, make_stage=self._make_stage)
 
@@ -166,6 +173,8 @@ class CustomWorkload:
             refused["tp"] = NOT_CUT
         elif "tp" not in refused and (no_tp := why_no_tensor_parallelism(self, self._shape)):
             refused["tp"] = no_tp
+        if self.recipe.sequence and (no_cp := why_no_context_parallelism(self)):
+            refused["cp"] = no_cp
         if "pp" not in refused and (no_pp := why_no_pipeline(self) or self._why_not_split):
             refused["pp"] = no_pp
         return replace(limits, refused=tuple(refused.items()))
@@ -311,7 +320,11 @@ class CustomWorkload:
         is_divided = len(seeds) > 1 and self.divides_draws
         draws = MicrobatchDraws(seeds, device) if is_divided else None
         known = PassSeeds(seeds, device, draws) if seeds else None
-        return batch._replace(value=mapped(fed, batch.value), seeds=known)
+        batch = batch._replace(value=mapped(fed, batch.value), seeds=known)
+        if not self.recipe.sequence or parallel.num_cp == 1:
+            return batch
+        value, length = own_part(batch.value, self.recipe.sequence, parallel)
+        return batch._replace(value=value, length=length)
 
     def losses(self, module: nn.Module, fed: CustomBatch, parallel: ParallelGroups) -> LossSums:
         self.release()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -11,6 +12,7 @@ from torch import Tensor, nn
 from pipelines.errors import UserError
 from pipelines.settings.recipe import Losses
 from pipelines.training.custom.custom_pipeline import CustomBatch
+from pipelines.training.models.cut_sequences import NO_PAIR, over_ring
 from pipelines.training.workload.parallel_groups import ParallelGroups
 from pipelines.training.workload.workload import LossSums, at_least_float32
 
@@ -22,7 +24,11 @@ def counted(
     parallel: ParallelGroups,
 ) -> LossSums:
     """The sums of a recipe's function on a microbatch; zero on a padding microbatch."""
-    sums = loss_sums_of(loss(module, fed.value), fed.num_held)
+    with over_ring(fed.length, parallel) if fed.length else nullcontext():
+        losses = loss(module, fed.value)
+    if fed.length and not isinstance(losses, tuple):
+        raise UserError(NO_PAIR)
+    sums = loss_sums_of(losses, fed.num_held)
     if fed.num_samples:
         return sums
     return LossSums(sums.loss * 0.0, torch.zeros_like(sums.num_tokens))

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
+from pipelines.errors import UserError
 from pipelines.reading.pass_reader import seed_host
 from pipelines.settings import TrainSettings
 from pipelines.settings.recipe import Recipe
@@ -18,6 +19,7 @@ from pipelines.training.custom.block_flow import in_dtypes
 from pipelines.training.custom.custom_module import build_on_host, seeded
 from pipelines.training.custom.custom_pipeline import CustomBatch
 from pipelines.training.custom.microbatch_draws import MicrobatchDraws
+from pipelines.training.models.cut_sequences import refuse_other_sums
 from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups
 from pipelines.training.workload.seeds import forward_seed, generator_states
 from pipelines.training.workload.state import buffers
@@ -116,6 +118,30 @@ def draws_at_random(candidate: MergeCandidate, max_parameters: int = MAX_PARAMET
             return generator_states(CPU) != states
     except Exception:  # what is wrong with it, the run reports
         return True
+
+
+def why_no_context_parallelism(candidate: MergeCandidate) -> str | None:
+    """The reason why `cp` cannot cut the recipe's sequences, or None."""
+    recipe, settings = candidate.recipe, candidate.settings
+    if recipe.pipeline:
+        return "the blocks of a pipeline get whole sequences: leave out the recipe's pipeline"
+    if settings.activation_checkpointing != "none" or settings.compile:
+        return "the attention of a recipe needs activation_checkpointing=none and compile=false"
+    if draws_at_random(candidate):
+        return (
+            "a pass draws random numbers, as dropout does, or could not be tried out: each rank "
+            "would draw others"
+        )
+    try:
+        with seeded(settings.seed):
+            batch = _batch_of(candidate, candidate.items(candidate.first(settings.microbatch)))
+            refuse_other_sums(_module(candidate), batch.value, recipe.sequence, recipe.loss)
+    except UserError as error:
+        return str(error).removeprefix("cp: ")
+    except Exception as error:
+        reason = (str(error).splitlines() or [""])[0]
+        return f"the module fails with half of a sequence: {type(error).__name__}: {reason}"
+    return None
 
 
 def _try_out(candidate: MergeCandidate) -> Merging:

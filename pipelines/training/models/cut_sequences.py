@@ -1,0 +1,175 @@
+"""Context parallelism of custom modules: cut batches, and ring attention in place of torch's.
+
+A recipe says which dim of which tensors of its batch is the sequence. Each `cp` rank gets its
+positions of these, and the module's causal attention runs over the ranks. All else in the module
+must treat each token by itself, and take positions from the batch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from pipelines.errors import UserError
+from pipelines.training.models.ring_attention import ring_attention
+from pipelines.training.workload.parallel_groups import ParallelGroups
+from pipelines.training.workload.ring import positions
+
+ATTENTION = functional.scaled_dot_product_attention
+SequenceDims = Mapping[str | int, int]
+"""The dim that is the sequence, by the key of a tensor in the batch."""
+CausalAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
+NUM_CP = 2
+"""The ranks of the trial."""
+TOLERANCE = 1e-4
+NO_PAIR = (
+    "cp: the recipe's losses and metrics must return pairs (sum, count) over tokens, as each rank "
+    "has some"
+)
+
+
+def length_of(batch: Any, sequence: SequenceDims) -> int:
+    """The length of a batch's sequences. Raises `UserError` if its tensors disagree."""
+    lengths = {}
+    for key, dim in sequence.items():
+        try:
+            lengths[key] = batch[key].shape[dim]
+        except (KeyError, IndexError, TypeError, AttributeError):
+            raise UserError(
+                f"sequence: a batch of the recipe has no tensor {key!r} with a dim {dim}: give the "
+                "dim of the sequence by the key in the batch"
+            ) from None
+    if len(set(lengths.values())) != 1:
+        raise UserError(f"sequence: the lengths {lengths} of a batch differ: they must be equal")
+    return int(next(iter(lengths.values())))
+
+
+def cut_batch(batch: Any, sequence: SequenceDims, held: Tensor) -> Any:
+    """The batch with these positions of each sequence."""
+
+    def part(key: str | int, value: Any) -> Any:
+        if key not in sequence:
+            return value
+        return value.index_select(sequence[key], held.to(value.device))
+
+    if isinstance(batch, Mapping):
+        return {key: part(key, value) for key, value in batch.items()}
+    parts = [part(key, value) for key, value in enumerate(batch)]
+    return type(batch)(*parts) if hasattr(batch, "_fields") else type(batch)(parts)
+
+
+def own_part(batch: Any, sequence: SequenceDims, parallel: ParallelGroups) -> tuple[Any, int]:
+    """The batch with this rank's positions, and the length of the whole sequences."""
+    length = length_of(batch, sequence)
+    held = positions(length, parallel.cp_rank, parallel.num_cp)
+    return cut_batch(batch, sequence, held), length
+
+
+class AttentionReplaced(TorchFunctionMode):
+    """Replaces causal `scaled_dot_product_attention`. Raises `UserError` for another attention."""
+
+    def __init__(self, attend: CausalAttention) -> None:
+        super().__init__()
+        self._attend = attend
+
+    def __torch_function__(
+        self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
+        if function is ATTENTION:
+            return self._attended(*args, **(kwargs or {}))
+        return function(*args, **(kwargs or {}))
+
+    def _attended(
+        self,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attn_mask: Tensor | None = None,
+        dropout_p: float = 0.0,
+        is_causal: bool = False,
+        scale: float | None = None,
+        enable_gqa: bool = False,
+    ) -> Tensor:
+        if attn_mask is not None or dropout_p or scale is not None or not is_causal:
+            raise UserError(
+                "cp: the ring computes scaled_dot_product_attention(q, k, v, is_causal=True) "
+                "alone: no attn_mask, no dropout_p, no scale, and not without is_causal"
+            )
+        if query.dim() != 4 or key.shape != value.shape:
+            raise UserError(
+                f"cp: the ring needs queries, keys and values (batch, heads, length, size), not "
+                f"{tuple(query.shape)}, {tuple(key.shape)}, {tuple(value.shape)}"
+            )
+        return self._attend(query, key, value)
+
+
+def over_ring(length: int, parallel: ParallelGroups) -> AttentionReplaced:
+    """Attention over sequences of `length` on the ranks of `cp`."""
+    group = parallel.cp
+    assert group is not None
+    return AttentionReplaced(
+        lambda query, key, value: ring_attention(
+            query.contiguous(), key.contiguous(), value.contiguous(), length, group
+        )
+    )
+
+
+@torch.no_grad()
+def refuse_other_sums(
+    module: nn.Module, batch: Any, sequence: SequenceDims, loss: Callable[[nn.Module, Any], Any]
+) -> None:
+    """Try out a module of real values with cut sequences: the losses of two ranks must add up to
+    those of whole sequences.
+
+    Each rank attends to the keys and values of the whole pass. Raises `UserError`.
+    """
+    length = length_of(batch, sequence)
+    attended: list[tuple[Tensor, Tensor]] = []
+
+    def attend_whole(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        attended.append((key, value))
+        has_groups = query.shape[1] != key.shape[1]
+        return ATTENTION(query, key, value, is_causal=True, enable_gqa=has_groups)
+
+    with AttentionReplaced(attend_whole):
+        whole = _pair(loss(module, batch))
+    totals = [torch.zeros(()), torch.zeros(())]
+    for cp_rank in range(NUM_CP):
+        held, calls = positions(length, cp_rank, NUM_CP), iter(attended)
+
+        def attend(
+            query: Tensor, key: Tensor, value: Tensor, held: Tensor = held, calls: Any = calls
+        ) -> Tensor:
+            keys, values = next(calls)
+            visible = torch.arange(length) <= held[:, None]
+            has_groups = query.shape[1] != keys.shape[1]
+            return ATTENTION(query, keys, values, attn_mask=visible, enable_gqa=has_groups)
+
+        with AttentionReplaced(attend):
+            sums = _pair(loss(module, cut_batch(batch, sequence, held)))
+        totals = [total + part for total, part in zip(totals, sums, strict=True)]
+    if not all(
+        torch.allclose(total.double(), expected.double(), rtol=TOLERANCE)
+        for total, expected in zip(totals, whole, strict=True)
+    ):
+        raise UserError(
+            f"cp: two halves of the sequences have the loss and count {_numbers(totals)}, not "
+            f"{_numbers(whole)} as whole ones: let the module take positions from the batch, not "
+            "from torch.arange, and return the sum over tokens and their number"
+        )
+
+
+def _pair(losses: Any) -> list[Tensor]:
+    match losses:
+        case (Tensor() as total, count):
+            return [total.detach().reshape(()), torch.as_tensor(count).reshape(())]
+    raise UserError(NO_PAIR)
+
+
+def _numbers(sums: list[Tensor]) -> str:
+    return ", ".join(f"{value.item():.6g}" for value in sums)
