@@ -18,6 +18,7 @@ from pipelines.hugging_face.building import (
     text_config,
 )
 from pipelines.hugging_face.transformers_private import undivided_classes
+from pipelines.training.models.attention_interface import why_no_ring
 from pipelines.training.workload.workload import Layer, ModelShape, Style
 
 STYLES: dict[str, Style | None] = {
@@ -33,7 +34,6 @@ STYLES: dict[str, Style | None] = {
 EXPERTS = "moe_tp_experts"
 """The plan's style of experts, which are replicated here."""
 
-NO_CP = "the attention of a transformers model needs whole sequences"
 NO_EP = "the experts of a transformers model are not distributed"
 NOISE = ("jitter",)
 RANDOM_FIELDS = ("dropout", "pdrop", *NOISE)
@@ -78,14 +78,16 @@ def anatomy_of(model: nn.Module) -> Anatomy:
     blocks = _blocks(model)
     styles, no_tp = _styles(model, head)
     layers, no_pp = _layers(model, blocks, embedding, head)
-    no_pp = no_pp or _why_random(model.config)
+    randomness = _why_random(model.config)
+    no_pp = no_pp or randomness
+    no_cp = randomness or why_no_ring(model, len(blocks))
     # Each rank draws for the whole activations of a layer; experts read values, so that it is
     # unknown which these are.
     has_layers = any(layer.modules for layer in layers)
     no_tp = no_tp or _why_random(model.config, NOISE if has_layers else RANDOM_FIELDS)
-    has_experts = any(name.endswith(".experts") for name in names.values())
-    refused = [("cp", NO_CP), *([("ep", NO_EP)] if has_experts else [])]
-    refused += [(axis, reason) for axis, reason in (("tp", no_tp), ("pp", no_pp)) if reason]
+    no_ep = NO_EP if any(name.endswith(".experts") for name in names.values()) else ""
+    reasons = {"cp": no_cp, "ep": no_ep, "tp": no_tp, "pp": no_pp}
+    refused = [(axis, reason) for axis, reason in reasons.items() if reason]
     limits = Limits(
         tp_divides=1 if no_tp else _divisor(model, styles),
         num_layers=len(layers),

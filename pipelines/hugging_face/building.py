@@ -52,14 +52,17 @@ def config_of_model(fields: dict[str, Any]) -> Any:
     return config
 
 
-def build(fields: dict[str, Any]) -> nn.Module:
+def build(fields: dict[str, Any], attention: str | None = None) -> nn.Module:
     """The model on the meta device, with its non-persistent buffers as real host tensors.
 
-    Raises `UserError`.
+    `attention` is the name of a registered attention function; None: the model's default. Raises
+    `UserError`.
     """
     transformers, config = library(), config_of_model(fields)
     # The grouped kernel lacks some dtypes, and gave wrong results for an expert without rows.
-    options = {"dtype": torch.float32, "experts_implementation": "eager"}
+    options: dict[str, Any] = {"dtype": torch.float32, "experts_implementation": "eager"}
+    if attention is not None:
+        options["attn_implementation"] = attention
     try:
         with torch.device("meta"):
             model = transformers.AutoModelForCausalLM.from_config(config, **options)

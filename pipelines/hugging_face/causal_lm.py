@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed import ProcessGroup
 
 from elastic.geometry.model_limits import Limits
 from elastic.geometry.regions import Region, chunk_interval
@@ -31,9 +32,11 @@ from pipelines.hugging_face.building import (
     text_config,
 )
 from pipelines.settings import HuggingFaceSettings, LoraSettings
+from pipelines.training.models import attention_interface
 from pipelines.training.models.next_token import NextToken
 from pipelines.training.workload.initial_values import draw, slices_of
 from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups
+from pipelines.training.workload.ring import positions
 from pipelines.training.workload.seeds import keyed_generator
 from pipelines.training.workload.workload import ModelShape, ModuleInputs, nothing
 
@@ -94,10 +97,13 @@ class CausalLMWorkload(NextToken):
             )
 
     def module(self, parallel: ParallelGroups = ALONE) -> nn.Module:
-        model = build(self.settings.config)
+        if parallel.cp is not None:
+            attention_interface.register()
+        name = None if parallel.cp is None else attention_interface.NAME
+        model = build(self.settings.config, name)
         if self.lora:
             add_adapters(model, self.lora)
-        model.forward = staged_forward(model, self.anatomy)
+        model.forward = staged_forward(model, self.anatomy, parallel.cp)
         return model
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
@@ -136,20 +142,28 @@ class CausalLMWorkload(NextToken):
     def feed(
         self, batch: Batch, device: torch.device, parallel: ParallelGroups, *seeds: int
     ) -> ModuleInputs:
-        keywords = {}
-        if batch.documents is not None:
-            keywords["positions"] = positions_of(batch.documents)
-        return ModuleInputs(batch.tokens.to(device), keywords, batch.targets.to(device))
+        keywords, inputs, targets = {}, batch.tokens, batch.targets
+        documents = batch.documents
+        if parallel.num_cp > 1 and documents is None:
+            documents = torch.zeros_like(inputs)
+        if documents is not None:
+            keywords["positions"] = positions_of(documents)
+        if parallel.num_cp > 1 and documents is not None:
+            held = positions(inputs.shape[1], parallel.cp_rank, parallel.num_cp)
+            inputs, targets = inputs[:, held], targets[:, held]
+            keywords = {"positions": keywords["positions"][:, held], "documents": documents}
+        return ModuleInputs(inputs.to(device), keywords, targets.to(device))
 
     def flowing(self, layer: int, num_samples: int, parallel: ParallelGroups) -> Tensor:
+        held = len(positions(self.seq_len, parallel.cp_rank, parallel.num_cp))
         if layer == 0:
-            return torch.empty(num_samples, self.seq_len, dtype=torch.int64, device="meta")
+            return torch.empty(num_samples, held, dtype=torch.int64, device="meta")
         width = text_config(self.example).hidden_size
         if layer == len(self.anatomy.shape.layers):
             width = self.vocab_size
             if self.cuts_head:
                 width = chunk_interval(width, parallel.num_tp, parallel.tp_rank)[1]
-        shape = (num_samples, self.seq_len, width)
+        shape = (num_samples, held, width)
         return torch.empty(shape, dtype=self.dtype, device="meta", requires_grad=True)
 
     def miniature(self) -> CausalLMWorkload:
@@ -167,18 +181,28 @@ def separates_documents(model: nn.Module) -> bool:
     return any(name in code for name in MASKS) and "create_recurrent_attention_mask" not in code
 
 
-def staged_forward(model: nn.Module, anatomy: Anatomy) -> Callable[..., Tensor]:
+def staged_forward(
+    model: nn.Module, anatomy: Anatomy, ring: ProcessGroup | None = None
+) -> Callable[..., Tensor]:
     """The forward of a pipeline stage, which replaces the model's.
 
     It maps tokens, or hidden states of the stage before, to logits or hidden states for the next
-    stage. `positions` (batch, length) restart with each document.
+    stage. `positions` (batch, length) restart with each document. If the tokens of a sequence are
+    sharded over the group `ring`, `documents` are those of all tokens.
     """
     whole: Callable[..., Any] = model.forward
 
-    def forward(hidden: Tensor, positions: Tensor | None = None) -> Tensor:
-        inputs = {("inputs_embeds" if hidden.is_floating_point() else "input_ids"): hidden}
+    def forward(
+        hidden: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
+    ) -> Tensor:
+        inputs: dict[str, Any] = {
+            ("inputs_embeds" if hidden.is_floating_point() else "input_ids"): hidden
+        }
         if positions is not None:
             inputs["position_ids"] = positions.to(hidden.device)
+        if ring is not None:
+            assert documents is not None, "the ring needs the length of whole sequences"
+            inputs["ring"] = attention_interface.RingPass(ring, documents)
         if isinstance(model.get_submodule(anatomy.head), Placeholder):
             base: Any = model.base_model
             flowing: Tensor = base(**inputs, use_cache=False).last_hidden_state

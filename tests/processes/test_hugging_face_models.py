@@ -52,6 +52,7 @@ MODELS = {
     "llama": {},
     "tied": {"tie_word_embeddings": True},
     "dropout": {"attention_dropout": 0.2},
+    "mistral": {},
     "qwen2": {},
     "qwen3": {"head_dim": 12},
     "mixtral": {"num_local_experts": 4, "num_experts_per_tok": 2, "intermediate_size": 24},
@@ -73,6 +74,9 @@ CASES = [
     Case("qwen2", "pp=2,fsdp=2"),
     Case("mixtral", "tp=2"),
     Case("mixtral", "pp=2,tp=2"),
+    Case("llama", "cp=2,tp=2"),
+    Case("qwen3", "pp=2,cp=2", 2),
+    Case("tied", "fsdp=2,cp=2"),
 ]
 
 
@@ -161,7 +165,7 @@ def test_initial_values_are_those_of_the_folder_or_of_transformers(tmp_path: Pat
 
 
 UNSUPPORTED = {
-    "cp": ("llama", "cp=2", "whole sequences"),
+    "cp": ("mistral", "cp=2", "sliding_window=4096"),
     "ep": ("mixtral", "fsdp=2,ep=2", "not distributed"),
     "tied stages": ("tied", "pp=2", "tie_word_embeddings=false"),
     "odd heads": ("qwen2", "tp=4", "tp=4 does not divide 2"),
