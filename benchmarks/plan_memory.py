@@ -177,7 +177,8 @@ def _peak_of(case: Case, world_rank: int, store: dist.Store) -> int:
             replica.apply(step, Vote(size, loss_sum, int(num_tokens), sq_norm, size))
     del replica
     dist.destroy_process_group()
-    return live.peak
+    peak: int = live.peak
+    return peak
 
 
 def measure(chosen: list[Case]) -> list[int]:

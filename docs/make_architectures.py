@@ -42,7 +42,7 @@ SHORT = {
     "its attention cannot be replaced": "own attention",
     "has no plan for tp": "fused layers",
     "does not list the blocks": "no chain of blocks",
-    "which part of a recipe's batch": "recipe",
+    "which dims of its batch": "recipe",
     "which of a recipe's modules": "recipe",
 }
 """The cell of the table by a part of the reason."""
