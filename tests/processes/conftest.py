@@ -10,6 +10,7 @@ import pytest
 from s3 import S3Proxy, start_s3_with_credentials
 
 sys.path.append(str(Path(__file__).parents[1] / "properties"))
+sys.path.append(str(Path(__file__).parents[2]))  # the examples are not installed
 
 
 @pytest.fixture
