@@ -10,6 +10,7 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
+import shutil
 import stat
 import tempfile
 import time
@@ -20,7 +21,10 @@ from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO, Literal
 
-from actors.storage.remote_files import RemoteFile
+from actors.storage.credentials import without_credentials
+from actors.storage.remote_files import RemoteFile, remote_files
+from actors.storage.storage import is_remote
+from pipelines.errors import DataUnreachable
 from pipelines.settings import CacheSettings
 from pipelines.settings.home import expand_home
 
@@ -109,7 +113,7 @@ class ShardCache:
         """
         path = self.folder / key.checksum
         draft = path.with_name(path.name + DRAFT)
-        with self._exclusive():
+        with self.locked():
             fd = os.open(draft, os.O_RDWR | os.O_CREAT, 0o600)
             if not _lock(fd):
                 os.close(fd)
@@ -125,7 +129,7 @@ class ShardCache:
             try:
                 fetch(out)
                 out.flush()
-                with self._exclusive():
+                with self.locked():
                     os.replace(draft, path)
             except BaseException:
                 with suppress(OSError):  # the exception that is raised again says what happened
@@ -135,12 +139,13 @@ class ShardCache:
 
     def discard(self, held: HeldFile) -> None:
         """Remove a damaged file, unless it has been replaced already."""
-        with self._exclusive(), suppress(FileNotFoundError):
+        with self.locked(), suppress(FileNotFoundError):
             if held.path.stat().st_ino == held.inode():
                 held.path.unlink()
 
     @contextmanager
-    def _exclusive(self) -> Iterator[None]:
+    def locked(self) -> Iterator[None]:
+        """Hold the lock of the folder, so that other processes neither fill nor evict files."""
         # A cleaner of the temporary folder may have removed it.
         self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         with open(self.folder / ROOM, "ab") as room:
@@ -205,6 +210,46 @@ class LocalCopies:
             if outcome == "busy":
                 time.sleep(BUSY_S)
         return held
+
+
+def local_folder(place: str, settings: CacheSettings) -> Path:
+    """The folder that a path names, or a whole copy of the files of one at a URL.
+
+    The copy is made once on each machine, beside the cache, belongs to the names, sizes and times
+    of the files, and is never evicted. Raises `DataUnreachable` if the URL cannot be read.
+    """
+    if not is_remote(place):
+        return expand_home(place.removeprefix("file://"))
+    root = cache_folder(settings)
+    root = root.with_name(f"{root.name}-folders")
+    try:
+        found = remote_files(place)
+        if not found:
+            raise FileNotFoundError("there is no file")
+        depth = min(file.path.count("/") for file in found)
+        files = [file for file in found if file.path.count("/") == depth]
+        identity = [(file.url, file.num_bytes, file.modified_ns) for file in files]
+        folder = root / sha256(repr(identity).encode()).hexdigest()
+        with ShardCache(root, settings.max_bytes).locked():
+            if not folder.is_dir():
+                _copy(files, folder)
+    except (OSError, ValueError, ImportError) as error:
+        cause = without_credentials(str(error).splitlines()[0])
+        raise DataUnreachable(
+            f"{without_credentials(place)}: cannot be read ({cause}); check the URL, this "
+            "machine's network and the credentials in its environment"
+        ) from None
+    return folder
+
+
+def _copy(files: list[RemoteFile], folder: Path) -> None:
+    draft = folder.with_name(folder.name + DRAFT)
+    shutil.rmtree(draft, ignore_errors=True)
+    draft.mkdir()
+    for file in files:
+        with open(draft / file.name, "wb") as out:
+            out.writelines(file.chunks())
+    os.replace(draft, folder)
 
 
 def _lock(fd: int) -> bool:

@@ -9,9 +9,9 @@ from typing import Any
 
 from pydantic import ValidationError
 
+from pipelines.data.cache import local_folder
 from pipelines.errors import UserError
-from pipelines.settings import ExpertsSettings, TransformerSettings
-from pipelines.settings.home import expand_home
+from pipelines.settings import CacheSettings, ExpertsSettings, TransformerSettings
 
 CONFIG = "config.json"
 ARCHITECTURES = {"llama": "LlamaForCausalLM", "granitemoeshared": "GraniteMoeSharedForCausalLM"}
@@ -83,9 +83,11 @@ def _attention_scale(model: TransformerSettings) -> float:
 def transformer_from(folder: str | Path) -> TransformerSettings:
     """Our settings for the model in a `transformers` folder, for a recipe with that `init_from`.
 
-    Raises `UserError` if there is no model, or our transformer does not support it.
+    The folder may be at a URL. Raises `UserError` if there is no model, or our transformer does not
+    support it.
     """
-    return settings_of(read_config(expand_home(folder)), Path(folder))
+    place = local_folder(str(folder), CacheSettings())
+    return settings_of(read_config(place), Path(folder))
 
 
 def read_config(folder: Path) -> dict[str, Any]:

@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 from elastic.geometry.regions import Region
+from pipelines.data.cache import local_folder
 from pipelines.hugging_face.building import build
 from pipelines.settings import HuggingFaceSettings, TrainSettings, TransformerSettings
 from pipelines.training.models.transformer import Transformer
@@ -158,7 +159,8 @@ def auxiliary_files(settings: TrainSettings) -> list[Path]:
     """The tokenizer and generation files in the folder that the run's weights came from."""
     if not isinstance(settings.model, HuggingFaceSettings) or settings.init_from is None:
         return []
-    files = (Path(settings.init_from) / name for name in AUXILIARY_FILES)
+    folder = local_folder(settings.init_from, settings.cache)
+    files = (folder / name for name in AUXILIARY_FILES)
     return [file for file in files if file.is_file()]
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from elastic.geometry.regions import Region
 from elastic.geometry.tensor_specs import TensorSpec
+from pipelines.data.cache import local_folder
 from pipelines.data.transformers_library import library
 from pipelines.errors import UserError
 from pipelines.hugging_face.adapters import base_name
@@ -35,12 +36,12 @@ def open_pretrained(settings: TrainSettings) -> Pretrained | StoredModel | None:
     if settings.init_from is None:
         return None
     if isinstance(settings.model, HuggingFaceSettings):
-        return StoredModel(Path(settings.init_from), settings.model)
+        return StoredModel(local_folder(settings.init_from, settings.cache), settings.model)
     if not isinstance(settings.model, TransformerSettings):
         raise UserError(
             f"init_from: model.kind={settings.model.kind} cannot start from a folder; leave it out"
         )
-    return Pretrained(Path(settings.init_from), settings.model)
+    return Pretrained(local_folder(settings.init_from, settings.cache), settings.model)
 
 
 class Pretrained:

@@ -4,10 +4,18 @@ from __future__ import annotations
 
 from typing import Any
 
+from actors.storage.storage import is_remote
+from pipelines.data.cache import local_folder
 from pipelines.errors import UserError
 from pipelines.hugging_face.building import config_of_model, read_fields
 from pipelines.hugging_face.tensor_files import has_weights
-from pipelines.settings import DataSettings, HuggingFaceSettings, OptimizerSettings, TrainSettings
+from pipelines.settings import (
+    CacheSettings,
+    DataSettings,
+    HuggingFaceSettings,
+    OptimizerSettings,
+    TrainSettings,
+)
 
 PREFIX = "hf:"
 TOKENIZER = "tokenizer.json"
@@ -56,9 +64,10 @@ def with_model_of_folder(settings: TrainSettings) -> TrainSettings:
 def hugging_face(path: str) -> TrainSettings:
     """Continue to train the model in a folder, with its weights and tokenizer if it has them.
 
-    A `config.json` alone is trained from scratch. Raises `UserError`.
+    The folder may be at a URL. A `config.json` alone is trained from scratch. Raises `UserError`.
     """
-    fields, folder = read_fields(path)
+    is_at_url = is_remote(path)
+    fields, folder = read_fields(str(local_folder(path, CacheSettings())) if is_at_url else path)
     config_of_model(fields)
     tokenizer = folder / TOKENIZER if folder else None
     has_tokenizer = tokenizer is not None and tokenizer.is_file()
@@ -66,7 +75,7 @@ def hugging_face(path: str) -> TrainSettings:
         model=HuggingFaceSettings(config=fields),
         data=DataSettings(tokenizer=str(tokenizer) if has_tokenizer else "bytes"),
         optimizer=OptimizerSettings(lr=3e-4, warmup_steps=20, decay_steps=1000),
-        init_from=str(folder) if folder and has_weights(folder) else None,
+        init_from=(path if is_at_url else str(folder)) if folder and has_weights(folder) else None,
         batch=16,
         steps=200,
     )

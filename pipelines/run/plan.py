@@ -19,6 +19,7 @@ from actors.controller.run import RunSpec
 from actors.runtime.code_digest import digest_of_sources
 from actors.runtime.factory import Factory
 from actors.snapshots.memory_layout import most_bytes
+from actors.storage.storage import is_remote
 from elastic.geometry.errors import Infeasible
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Capacity, Job
@@ -203,8 +204,9 @@ def _with_places(
     if request.record_samples:
         settings = settings.model_copy(update={"record_samples": _samples_file(folder)})
     if settings.init_from is not None:
-        init_from = str(expand_home(settings.init_from).resolve())
-        settings = settings.model_copy(update={"init_from": init_from})
+        if not is_remote(settings.init_from):
+            init_from = str(expand_home(settings.init_from.removeprefix("file://")).resolve())
+            settings = settings.model_copy(update={"init_from": init_from})
         open_pretrained(settings)  # raises here, before data are prepared
     return settings
 

@@ -168,7 +168,8 @@ class TrainSettings(Settings):
     seed: Seed = setting(0, "The seed of initial values, sample order and dropout.")
     init_from: str | None = setting(
         None,
-        "A folder in the format of `transformers` with the parameters of step 0 (docs/export.md).",
+        "A folder in the format of `transformers`, also at a URL, with the parameters of step 0 "
+        "(docs/export.md).",
     )
     batch: Width = setting(24, "The number of samples of a step, over all workers.")
     microbatch: Width = setting(
