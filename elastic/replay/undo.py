@@ -11,8 +11,8 @@ from elastic.protocol.events import Event
 
 NUM_KEPT_EVENTS = 256
 EVENTS_PER_WORKER = 4
-"""A recovery has about three events for each worker. A copy of a state of 1,024 workers takes 0.1 s,
-so one every 256 events would delay it by a second."""
+"""A recovery has about three events for each worker. A copy of a state of 1,024 workers takes about
+0.1 s, so one every 256 events would delay it by a second."""
 
 
 class UndoableCore:
