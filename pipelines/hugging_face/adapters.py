@@ -84,7 +84,9 @@ def with_adapters(anatomy: Anatomy, adapted: nn.Module) -> Anatomy:
         style = shape.style_of(base) if last == BASE.strip(".") else None
         if style is None:
             continue
-        if not isinstance(module, nn.Linear):
+        if style == "colwise_gathered":
+            refused = (*refused, ("tp", f"{base} gathers its output, where adapters cannot add"))
+        elif not isinstance(module, nn.Linear):
             refused = (*refused, ("tp", f"the adapter of {base} is not one of a linear layer"))
         sharded = "lora_A" if style == "rowwise" else "lora_B"
         styles[starred(name)] = style

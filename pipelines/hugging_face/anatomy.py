@@ -25,11 +25,15 @@ STYLES: dict[str, Style | None] = {
     "colwise": "colwise",
     "rowwise": "rowwise",
     "embedding_rowwise": "vocabulary",
-    "colwise_gather_output": "logits",
+    "colwise_gather_output": "colwise_gathered",
+    "rowwise_split_input": "rowwise",
     "replicated_with_grad_allreduce": "partial",
     "replicate": None,
 }
 """Our sharding style by the style's name in a `transformers` plan; None: replicated."""
+
+CUT = {"colwise", "rowwise", "colwise_gathered"}
+"""The styles of linear layers whose width `tp` divides."""
 
 EXPERTS = "moe_tp_experts"
 """The plan's style of experts, which are replicated here."""
@@ -136,16 +140,17 @@ def _styles(model: nn.Module, head: str) -> tuple[dict[str, Style], str]:
     styles: dict[str, Style] = {}
     for name, planned in plan.items():
         style = STYLES.get(planned)
+        if style == "colwise_gathered" and name == head:
+            style = "logits"  # the loss is computed from parts of the logits
         required = {"vocabulary": nn.Embedding, "partial": nn.Module}.get(style or "", nn.Linear)
         unfit = [kind for kind in kinds[name] if not issubclass(kind, required)]
-        is_not_head = style == "logits" and name != head
-        if planned not in STYLES or is_not_head or unfit or name in parameters:
+        if planned not in STYLES or unfit or name in parameters:
             return {}, f"its plan gives {name} the style {planned}, which is not supported here"
         # A subclass may do more than a lookup, so it is replicated.
         subclassed = style == "vocabulary" and kinds[name] != {nn.Embedding}
         if style is not None and kinds[name] and not subclassed:
             styles[name] = style
-    if not {"colwise", "rowwise"} & set(styles.values()):
+    if not CUT & set(styles.values()):
         return {}, f"the plan of {type(model).__name__} shards none of its layers"
     weights = dict(model.named_parameters(remove_duplicate=False))
     is_tied = weights.get(f"{head}.weight") is input_embedding(model).weight
@@ -175,7 +180,7 @@ def _divisor(model: nn.Module, styles: dict[str, Style]) -> int:
     widths = [
         module.in_features if shape.style_of(name) == "rowwise" else module.out_features
         for name, module in model.named_modules()
-        if shape.style_of(name) in ("colwise", "rowwise") and isinstance(module, nn.Linear)
+        if shape.style_of(name) in CUT and isinstance(module, nn.Linear)
     ]
     return gcd(*heads, *widths)
 

@@ -40,7 +40,7 @@ from pipelines.settings.recipe import Recipe
 NUM_PROCESSES = 2
 SETTINGS = TrainSettings(batch=6, microbatch=2, dtype="float64", eval_every=0)
 LEARNING_RATE = 1e-3
-SAMPLE = ("phi cp=2", "gpt_neox pp=2", "gpt2 cp=2", "mamba dp=2", "qwen2_moe tp=2")
+SAMPLE = ("phi3 tp=2", "gpt_neox pp=2", "gpt2 cp=2", "mamba dp=2", "qwen2_moe tp=2")
 """The causal models that continuous integration trains, each over one axis."""
 INEXACT = ("gemma", "gemma2", "gemma3_text", "mamba", "deepseek_v3")
 """Models that compute in float32: Gemma its norms, Mamba its scan, DeepSeek its router."""
