@@ -59,7 +59,7 @@ DEVICES = (
     DeviceSpec("cpu", 0.05, 0.05, 8, 10, 2, 1.25, per_node=16, latency_us=200),
 )
 """The first device whose name is a part of a GPU's name is its kind. Of the MI250X each die is a
-device. A `cpu` worker is one core of a cloud machine, by measurement of this project's recipes."""
+device. A `cpu` worker is one core of a cloud machine, roughly."""
 
 
 def device_of(product_name: str) -> DeviceSpec | None:

@@ -18,7 +18,7 @@ from pipelines.hugging_face.building import (
     text_config,
 )
 from pipelines.hugging_face.transformers_private import undivided_classes
-from pipelines.training.models.attention_interface import why_no_ring
+from pipelines.training.attention.attention_interface import why_no_ring
 from pipelines.training.workload.workload import Layer, ModelShape, Style
 
 STYLES: dict[str, Style | None] = {

@@ -32,7 +32,7 @@ from pipelines.hugging_face.building import (
     text_config,
 )
 from pipelines.settings import HuggingFaceSettings, LoraSettings
-from pipelines.training.models import attention_interface
+from pipelines.training.attention import attention_interface
 from pipelines.training.models.next_token import NextToken
 from pipelines.training.workload.initial_values import draw, slices_of
 from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups

@@ -10,14 +10,14 @@ from one_gpu import NEEDS_GPU
 from torch import Tensor
 from torch.nn.attention.varlen import varlen_attn
 
-from pipelines.training.models.document_attention import (
+from pipelines.training.attention.document_attention import (
     DocumentAttention,
     attend_by_flex,
     attend_by_pieces,
     attend_by_varlen,
     choose_kernel,
 )
-from pipelines.training.models.packed_documents import BLOCK, PackedDocuments
+from pipelines.training.attention.packed_documents import BLOCK, PackedDocuments
 
 pytestmark = NEEDS_GPU
 

@@ -14,7 +14,7 @@ from one_gpu import NEEDS_GPU
 from test_ring_attention import TIMEOUT_S, Case, compare, ring_results
 from torch.multiprocessing import start_processes
 
-from pipelines.training.models.ring_attention import uses_flash
+from pipelines.training.attention.ring_attention import uses_flash
 from pipelines.training.workload.ring import GPU_TILE
 
 pytestmark = NEEDS_GPU
@@ -48,7 +48,7 @@ def run_rank(cp_rank: int, folder: Path) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the results of two processes."""
     folder = tmp_path_factory.mktemp("ring")
-    set_forkserver_preload(["pipelines.training.models.ring_attention"])
+    set_forkserver_preload(["pipelines.training.attention.ring_attention"])
     start_processes(run_rank, (folder,), 2, start_method="forkserver")
     return folder
 

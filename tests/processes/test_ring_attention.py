@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.multiprocessing import start_processes
 from torch.nn.functional import scaled_dot_product_attention
 
-from pipelines.training.models.ring_attention import (
+from pipelines.training.attention.ring_attention import (
     FlashRingAttention,
     TiledRingAttention,
     ring_attention,
@@ -191,7 +191,7 @@ def compare(folder: Path, case: Case) -> None:
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder with the results of four processes."""
     folder = tmp_path_factory.mktemp("ring")
-    set_forkserver_preload(["pipelines.training.models.ring_attention"])
+    set_forkserver_preload(["pipelines.training.attention.ring_attention"])
     start_processes(run_rank, (folder,), NUM_PROCESSES, start_method="forkserver")
     return folder
 

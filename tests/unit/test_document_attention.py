@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 from torch.utils.checkpoint import checkpoint
 
-from pipelines.training.models.document_attention import (
+from pipelines.training.attention.document_attention import (
     PIECE,
     WIDE_PIECE,
     DocumentAttention,
@@ -21,7 +21,12 @@ from pipelines.training.models.document_attention import (
     attend_by_varlen,
     choose_kernel,
 )
-from pipelines.training.models.packed_documents import BLOCK, PackedDocuments, groups, mask_function
+from pipelines.training.attention.packed_documents import (
+    BLOCK,
+    PackedDocuments,
+    groups,
+    mask_function,
+)
 
 CPU = torch.device("cpu")
 HEAD_DIM = 4

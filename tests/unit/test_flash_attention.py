@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from actors.distributed.torch_private import flash_attention, flash_attention_backward
-from pipelines.training.models.flash_attention import MergedBlocks
+from pipelines.training.attention.flash_attention import MergedBlocks
 
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 3e-2}
 LENGTH = 11

@@ -61,6 +61,7 @@ LEVELS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("training/passes", "training/checkpoint"),
         ("training/sharding",),
         ("training/models",),
+        ("training/attention",),
         ("training/tensor",),
         ("training/workload",),
         ("custom_data",),

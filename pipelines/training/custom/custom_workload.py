@@ -30,6 +30,7 @@ from pipelines.reading.readers import Readers
 from pipelines.reading.stream import Stream
 from pipelines.settings import MlpSettings
 from pipelines.settings.recipe import Dataset, Losses, Recipe
+from pipelines.training.attention.cut_sequences import own_part
 from pipelines.training.custom.block_flow import flow_of
 from pipelines.training.custom.custom_module import (
     MAX_WHOLE_BYTES,
@@ -52,7 +53,6 @@ from pipelines.training.custom.microbatch_draws import BlockSeeds, MicrobatchDra
 from pipelines.training.custom.optimizer_checks import NOT_CUT, uncut_parameters, why_not_split
 from pipelines.training.custom.pipeline_trial import why_no_pipeline
 from pipelines.training.custom.tensor_trial import why_no_tensor_parallelism
-from pipelines.training.models.cut_sequences import own_part
 from pipelines.training.models.mlp import MlpWorkload
 from pipelines.training.workload.optimizer import OptimizerFactory
 from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups

@@ -9,10 +9,10 @@ import torch
 from torch import Tensor, nn
 
 from pipelines.settings import TransformerSettings
-from pipelines.training.models.document_attention import DocumentAttention
+from pipelines.training.attention.document_attention import DocumentAttention
+from pipelines.training.attention.ring_attention import ring_attention
 from pipelines.training.models.experts import FeedForward, MixtureOfExperts
 from pipelines.training.models.keyed_dropout import KeyedDropout
-from pipelines.training.models.ring_attention import ring_attention
 from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups
 from pipelines.training.workload.ring import positions
 

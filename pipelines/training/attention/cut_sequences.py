@@ -16,7 +16,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from pipelines.errors import UserError
-from pipelines.training.models.ring_attention import ring_attention
+from pipelines.training.attention.ring_attention import ring_attention
 from pipelines.training.workload.parallel_groups import ParallelGroups
 from pipelines.training.workload.ring import positions
 

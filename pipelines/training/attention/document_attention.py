@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 from torch.nn.functional import scaled_dot_product_attention
 
-from pipelines.training.models.flash_attention import has_flash_kernel
-from pipelines.training.models.packed_documents import DocumentPiece, PackedDocuments
+from pipelines.training.attention.flash_attention import has_flash_kernel
+from pipelines.training.attention.packed_documents import DocumentPiece, PackedDocuments
 
 PIECE = 128
 """Documents of a sample are attended to together up to this number of tokens: fewer calls, but

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from pipelines.data.transformers_library import library
-from pipelines.training.models.ring_attention import ring_attention
+from pipelines.training.attention.ring_attention import ring_attention
 
 NAME = "elastic_ring"
 """Under this name `transformers` makes no mask: the ring knows positions and documents."""

@@ -11,7 +11,7 @@ from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
 from actors.distributed.torch_private import flash_attention, flash_attention_backward
-from pipelines.training.models.flash_attention import MergedBlocks, has_flash_kernel
+from pipelines.training.attention.flash_attention import MergedBlocks, has_flash_kernel
 from pipelines.training.workload.ring import Hop, Ring
 
 
