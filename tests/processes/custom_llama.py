@@ -50,6 +50,7 @@ LAYER_OF_TITAN = LAYER_OF_TUTORIAL | {
         input_layouts=(Shard(1), None),
         desired_input_layouts=(Replicate(), None),
     ),
+    "attention.q_norm": SequenceParallel(sequence_dim=2),
     "attention.wq": ColwiseParallel(),
     "attention.wk": ColwiseParallel(),
     "attention.wv": ColwiseParallel(),
@@ -88,11 +89,12 @@ class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.wq, self.wk, self.wv, self.wo = (nn.Linear(WIDTH, WIDTH, False) for _ in range(4))
+        self.q_norm = nn.RMSNorm(WIDTH // HEADS)
 
     def forward(self, x: torch.Tensor, freqs_cis: torch.Tensor) -> torch.Tensor:
         size = WIDTH // HEADS
         q, k, v = (layer(x).unflatten(-1, (-1, size)) for layer in (self.wq, self.wk, self.wv))
-        q, k = rotated(q, freqs_cis), rotated(k, freqs_cis)
+        q, k = rotated(self.q_norm(q), freqs_cis), rotated(k, freqs_cis)
         heads = [part.transpose(1, 2) for part in (q, k, v)]
         rate = ATTENTION_DROPOUT if self.training else 0.0
         attended = scaled_dot_product_attention(*heads, dropout_p=rate, is_causal=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -20,7 +21,7 @@ from pipelines.training.tensor.sharded_draws import (
     find_draws,
     for_trial,
 )
-from pipelines.training.workload.workload import Layer, ModelShape
+from pipelines.training.workload.workload import Layer, ModelShape, Style
 
 SIZE, NUM_TP, DIM = 6, 3, 1
 Draw = Callable[[Tensor], Tensor]
@@ -82,6 +83,22 @@ class Wide(nn.Module):
         return functional.dropout(self.down(wide))
 
 
+class Normed(nn.Module):
+    """Two layers that `tp` shards, with a norm of each head between them or of all behind them."""
+
+    def __init__(self, place: str) -> None:
+        super().__init__()
+        self.up, self.down, self.place = nn.Linear(4, SIZE), nn.Linear(SIZE, 4), place
+        self.norm = nn.LayerNorm(2 if place == "between" else 4)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        wide = self.up(hidden)
+        if self.place == "between":
+            wide = self.norm(wide.unflatten(-1, (-1, 2))).flatten(-2)
+        narrow = self.down(wide)
+        return self.norm(narrow) if self.place == "behind" else narrow
+
+
 WIDE = ModelShape((Layer((), 1),), Limits(), {"up": "colwise", "down": "rowwise"})
 
 
@@ -94,6 +111,33 @@ def draws_of(between: Draw) -> object:
 def test_trial_finds_the_draws_for_sharded_activations() -> None:
     draws = draws_of(lambda wide: functional.dropout(wide.mT).mT)
     assert draws == [None, ShardedDraw(1, SIZE), None]
+
+
+@pytest.mark.parametrize(
+    ("styles", "place", "message"),
+    [
+        ({}, "between", "would see only this rank's part.*'norm': SequenceParallel"),
+        ({"norm": "partial"}, "between", None),
+        ({}, "behind", None),
+        ({"norm": "partial"}, "behind", "norm sees whole tensors on each rank: leave it out"),
+    ],
+)
+def test_replicated_layer_needs_whole_tensors_or_summed_gradients(
+    styles: dict[str, Style], place: str, message: str | None
+) -> None:
+    """Without the sum each rank would train it by its own heads alone, and the ranks differ."""
+    shape = replace(WIDE, styles={**WIDE.styles, **styles})
+    whole, cut = (for_trial(Normed(place), torch.float64) for _ in range(2))
+    hidden = torch.empty(2, 5, 4, dtype=torch.float64, device="meta")
+
+    def find() -> object:
+        return find_draws(whole, cut, shape, NUM_TP, lambda module: module(hidden))
+
+    if message is None:
+        assert find() == []
+        return
+    with pytest.raises(UserError, match=message):
+        find()
 
 
 @pytest.mark.parametrize(

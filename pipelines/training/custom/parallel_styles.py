@@ -67,7 +67,9 @@ def style_of(name: str, planned: Any, parts: Sequence[nn.Module]) -> Style | Non
         _refuse_other_layouts(name, kind.__name__, "output_layouts", planned.output_layouts)
         return "rowwise" if is_linear else "vocabulary"
     if kind is SequenceParallel:
-        return None
+        [sharding] = planned.sequence_sharding
+        # Behind the tokens are the heads, of which each rank has its own.
+        return "partial" if sharding not in WHOLE else None
     if kind in (PrepareModuleInput, PrepareModuleOutput, PrepareModuleInputOutput):
         _refuse_sharded_width(name, planned)
         return None

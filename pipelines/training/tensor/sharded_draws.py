@@ -11,6 +11,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -29,8 +30,8 @@ from pipelines.training.workload.drawing import (
     drawn_shape,
     first_tensor,
 )
-from pipelines.training.workload.trees import mapped
-from pipelines.training.workload.workload import ModelShape
+from pipelines.training.workload.trees import mapped, tensors_in
+from pipelines.training.workload.workload import ModelShape, starred
 
 Shape = tuple[int, ...]
 LIKE = torch.rand_like, torch.randn_like
@@ -107,11 +108,11 @@ def find_draws(
     """The draws of `call(module)`, from two copies of a module on the meta device, of which it cuts
     one as `tp` does.
 
-    Raises `UserError` if it cannot run with sharded layers, and `Unknown` if not even with whole
-    ones.
+    Raises `UserError` if it cannot run with sharded layers, or if a replicated layer would get
+    other gradients on each rank, and `Unknown` if it does not run even with whole layers.
     """
     try:
-        recorded = [_recorded(whole, call)]
+        before = _recorded(whole, shape, call)
     except Exception as error:  # a module that reads values, which the meta device has not
         raise Unknown(
             "tp: the module draws random numbers, but does not run on the meta device, so it is "
@@ -119,26 +120,70 @@ def find_draws(
         ) from None
     cut_parameters(cut, shape, FirstOf(num_tp))
     try:
-        recorded.append(_recorded(cut, call))
+        after = _recorded(cut, shape, call)
     except Exception as error:
         raise UserError(
             f"tp={num_tp}: the module fails if its layers are sharded: {_one_line(error)}: from a "
             "colwise to a rowwise layer it has its part of the width, so write -1 for a number of "
             "heads"
         ) from None
-    if [name for name, _ in recorded[0]] != [name for name, _ in recorded[1]]:
+    _refuse_other_inputs(before.inputs, after.inputs, shape)
+    if [name for name, _ in before.drawn] != [name for name, _ in after.drawn]:
         raise UserError("tp: the module draws other random numbers if its layers are sharded")
     return [
-        _compared(name, before, after, num_tp)
-        for (name, before), (_, after) in zip(*recorded, strict=True)
+        _compared(name, whole_shape, part_shape, num_tp)
+        for (name, whole_shape), (_, part_shape) in zip(before.drawn, after.drawn, strict=True)
     ]
 
 
-def _recorded(module: nn.Module, call: Callable[..., Any]) -> list[tuple[str, Shape]]:
-    recorder = DrawRecorder()
-    with torch.random.fork_rng(devices=[]), torch.device("meta"), recorder:
-        call(module)
-    return recorder.drawn
+class _Recorded(NamedTuple):
+    """The draws of a call, and the shapes that the replicated trained modules have got."""
+
+    drawn: list[tuple[str, Shape]]
+    inputs: dict[str, list[Shape]]
+
+
+def _recorded(module: nn.Module, shape: ModelShape, call: Callable[..., Any]) -> _Recorded:
+    recorder, inputs = DrawRecorder(), dict[str, list[Shape]]()
+    hooks = [
+        part.register_forward_pre_hook(
+            partial(_note_shapes, inputs.setdefault(name, [])), with_kwargs=True
+        )
+        for name, part in module.named_modules()
+        if shape.style_of(name) in (None, "partial")
+        and any(parameter.requires_grad for parameter in part.parameters(recurse=False))
+    ]
+    try:
+        with torch.random.fork_rng(devices=[]), torch.device("meta"), recorder:
+            call(module)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return _Recorded(recorder.drawn, inputs)
+
+
+def _note_shapes(noted: list[Shape], part: nn.Module, args: Any, kwargs: Any) -> None:
+    noted += [tuple(tensor.shape) for tensor in tensors_in((args, kwargs))]
+
+
+def _refuse_other_inputs(
+    whole: dict[str, list[Shape]], cut: dict[str, list[Shape]], shape: ModelShape
+) -> None:
+    """Raise `UserError` for a replicated module that sees a part of a tensor on each rank, unless
+    its gradients are summed over the ranks, and for one that does not although they are."""
+    for name, shapes in cut.items():
+        style = f"{{'{starred(name)}': SequenceParallel(sequence_dim=2)}}"
+        is_summed = shape.style_of(name) == "partial"
+        if shapes != whole[name] and not is_summed:
+            raise UserError(
+                f"tp: {name} has parameters and would see only this rank's part of a tensor: use "
+                f"it where the tensor is whole, or, if it treats heads alike, plan {style}"
+            )
+        if shapes and shapes == whole[name] and is_summed:
+            raise UserError(
+                f"tp: {name} sees whole tensors on each rank: leave it out of the plan, where it "
+                f"is as in {style}"
+            )
 
 
 def _one_line(error: Exception) -> str:
