@@ -10,24 +10,30 @@ from elastic.geometry.layout import Layout
 from elastic.planner.fitting_layouts import Shortage, advice, fitting_bytes
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import WorkerRaised
-from elastic.protocol.phases import Forming, Resharding
+from elastic.protocol.phases import Aborting, Forming, Resharding
 
 
 def mark_too_big(state: ControllerState, event: WorkerRaised) -> bool:
     """Mark the layout as too big by the measured bytes, if the workers that stay can train under
-    one that needs less; returns whether they can.
+    another that needs less; returns whether they can.
 
-    The planner then refuses every layout that needs as much, until the run ends.
+    The planner then refuses every layout that needs as much, until the run ends. Workers often run
+    out at once: the first of a generation marks its layout.
     """
-    layout = layout_in_use(state)
-    if layout is None or event.generation != state.generation:
-        return False
     job = state.job
+    if event.generation != state.generation:
+        return False
+    if isinstance(state.phase, Aborting) and job.most_bytes is not None:
+        return not isinstance(next_assignment(state, None), Infeasible)
+    layout = layout_in_use(state)
+    if layout is None:
+        return False
     bound = fitting_bytes(layout, job, _shortage(event))
     if job.most_bytes is not None:
         bound = min(bound, job.most_bytes)
     state.job = replace(job, most_bytes=bound)
-    if isinstance(next_assignment(state, None), Infeasible):
+    proposed = next_assignment(state, None)
+    if isinstance(proposed, Infeasible) or proposed.assignment.layout == layout:
         state.job = job
         return False
     return True
@@ -35,7 +41,7 @@ def mark_too_big(state: ControllerState, event: WorkerRaised) -> bool:
 
 def describe(state: ControllerState, event: WorkerRaised) -> str:
     """The measured bytes, and a layout that would fit."""
-    layout = layout_in_use(state)
+    layout = None if isinstance(state.phase, Aborting) else layout_in_use(state)
     return advice(layout, state.job, _shortage(event)) if layout else str(_shortage(event))
 
 

@@ -146,7 +146,7 @@ def sharding_of(spec: TensorSpec, layout: Layout) -> Sharding:
     stride = 1
     for degree, dim, ownership in reversed(_mesh(spec, layout)):
         if dim is not None and degree > 1:
-            owner = ownership.rank(degree) if ownership else None
+            owner = ownership.rank(degree, layout.pp * layout.vp) if ownership else None
             cuts.append(AxisCut(dim, Axis(degree, stride), owner))
         elif copies and copies[0].stride * copies[0].degree == stride:
             copies[0] = Axis(copies[0].degree * degree, copies[0].stride)
@@ -230,7 +230,9 @@ def _num_shards(spec: TensorSpec, layout: Layout) -> int:
 
 
 def _owner(spec: TensorSpec, layout: Layout) -> int | None:
-    return spec.ownership.rank(_num_shards(spec, layout)) if spec.ownership else None
+    if spec.ownership is None:
+        return None
+    return spec.ownership.rank(_num_shards(spec, layout), layout.pp * layout.vp)
 
 
 def _fsdp_cuts(spec: TensorSpec, layout: Layout) -> bool:

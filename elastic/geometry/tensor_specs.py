@@ -37,9 +37,13 @@ class Ownership(NamedTuple):
     length: int
     """The length of the row."""
 
-    def rank(self, degree: int) -> int:
-        """The index of the owner on an axis of this degree."""
-        return min(degree - 1, int(self.middle * degree / self.length))
+    def rank(self, degree: int, num_stages: int = 1) -> int:
+        """The index of the owner on an axis of this degree.
+
+        Each of `num_stages` pipeline stages has about an equal stretch of the row, which all ranks
+        of the axis share.
+        """
+        return int(self.middle * degree * num_stages / self.length) % degree
 
 
 def deal_out(costs: Sequence[int]) -> list[Ownership]:

@@ -46,7 +46,7 @@ def pairs_of(axes: TargetLayout, job: Job, capacity: Capacity) -> tuple[list[Pai
         return [], refusal
     step = axes.least_fsdp
     last = most - most % step
-    first = _first_fitting(axes, job, capacity, last)
+    first = _first_fitting(axes, job, capacity, most)
     if first == step:
         refusal = ""
     else:
@@ -121,16 +121,24 @@ def _named(axes: TargetLayout) -> str:
     return f"pp={axes.pp}, cp={axes.cp}, tp={axes.tp}"
 
 
-def _first_fitting(axes: TargetLayout, job: Job, capacity: Capacity, last: int) -> int:
-    """The smallest `fsdp` up to `last` that fits and that `ep` folds out of, or the next above.
+def _first_fitting(axes: TargetLayout, job: Job, capacity: Capacity, most: int) -> int:
+    """The smallest `fsdp` up to `most` that fits and that `ep` folds out of, or the next above.
 
-    By bisection: the memory that a worker needs never grows with `fsdp`.
+    By bisection: the memory that a worker needs does not grow with `fsdp`, but for the buffers that
+    any sharding needs, so the least degree is tried first.
     """
     step = axes.least_fsdp
-    low, high = 1, last // step + 1
+
+    def is_enough(multiple: int) -> bool:
+        fsdp = multiple * step
+        return fits(job, axes.layout(most // fsdp, fsdp), capacity)
+
+    if is_enough(1):
+        return step
+    low, high = 2, most // step + 1
     while low < high:
         middle = (low + high) // 2
-        if fits(job, axes.layout(1, middle * step), capacity):
+        if is_enough(middle):
             high = middle
         else:
             low = middle + 1

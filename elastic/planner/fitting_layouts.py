@@ -31,22 +31,22 @@ def advice(layout: Layout, job: Job, shortage: Shortage) -> str:
     held = worker_bytes(job, layout)
     if fitting is None:
         return (
-            f"{shortage}; sharding its {_in_mb(held)} of parameters, gradients and optimizer state "
-            "over more workers frees too little: lower microbatch, set activation_checkpointing, "
-            "or raise tp, cp or pp"
+            f"{shortage}; sharding its {_in_mb(held)} over more workers frees too little: lower "
+            "microbatch, set activation_checkpointing, or raise tp, cp or pp"
         )
     num_freed = held - worker_bytes(job, fitting)
     return (
-        f"{shortage}; by the ZeRO formula {fitting} on {fitting.num_workers} workers would fit: "
-        f"{_in_mb(num_freed)} less of parameters, gradients and optimizer state on each"
+        f"{shortage}; by the memory model {fitting} on {fitting.num_workers} workers would fit: "
+        f"{_in_mb(num_freed)} less on each"
     )
 
 
 def fitting_bytes(layout: Layout, job: Job, shortage: Shortage) -> int:
     """The most bytes by the memory model under which a worker would not have run out: those of the
-    layout without the lacking bytes times the job's margin."""
+    layout without the lacking bytes times the job's margin, and no more than the worker had."""
     lacking = shortage.wanted_bytes or UNREPORTED_SHARE * shortage.held_bytes
-    return int(worker_bytes(job, layout) - job.margin * lacking)
+    bound = int(worker_bytes(job, layout) - job.margin * lacking)
+    return min(bound, shortage.held_bytes + shortage.wanted_bytes)
 
 
 def fitting_layout(layout: Layout, job: Job, shortage: Shortage) -> Layout | None:

@@ -74,7 +74,7 @@ class _Part:
 
 def worker_memory(job: Job, layout: Layout) -> WorkerMemory:
     """The peak of the worker that needs most."""
-    ranks = range(layout.pp) if job.memory.layers and job.memory.passes else range(1)
+    ranks = range(layout.pp) if job.memory.layers else range(1)
     peaks = [_memory_of_rank(job, layout, pp_rank) for pp_rank in ranks]
     return max(peaks, key=lambda peak: peak.total)
 
@@ -156,7 +156,7 @@ def _resident(job: Job, layout: Layout, part: _Part) -> WorkerMemory:
     """What stays from one step to the next, and the gradients of all passes."""
     facts, shards = job.memory, part.num_shards
     is_gathered = _is_gathered(layout, part)
-    keeps_whole = layout.pp > 1 or facts.sums_whole
+    keeps_whole = layout.pp > 1 or (facts.sums_whole and _num_rounds(job, layout) > 1)
     cuts_gradients = divides(layout.zero, "gradients") and not (is_gathered and keeps_whole)
     gradients = part.gradients / (shards if cuts_gradients else 1)
     optimizer = part.optimizer / (shards if divides(layout.zero, "optimizer") else 1)

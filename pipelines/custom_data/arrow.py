@@ -92,7 +92,10 @@ class ArrowDataset:
         path = self._copies.path_of(file) if isinstance(file, RemoteFile) else file
         if file.suffix != ".arrow":
             with pq.ParquetFile(path) as table:
-                return table.read_row_group(group, columns=self.columns, use_threads=False)
+                rows = table.read_row_group(group, columns=self.columns, use_threads=False)
+            if isinstance(file, RemoteFile):
+                self._copies.release(file)
+            return rows
         with pa.memory_map(str(path)) as source:
             try:
                 table = pa.ipc.open_file(source).read_all()

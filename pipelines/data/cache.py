@@ -17,12 +17,13 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO, Literal
 
 from actors.storage.credentials import without_credentials
-from actors.storage.remote_files import RemoteFile, remote_files
+from actors.storage.remote_files import RemoteFile, remote_files, retry
 from actors.storage.storage import is_remote
 from pipelines.errors import DataUnreachable
 from pipelines.settings import CacheSettings
@@ -129,6 +130,7 @@ class ShardCache:
             try:
                 fetch(out)
                 out.flush()
+                os.fsync(out.fileno())  # whoever finds the file trusts it
                 with self.locked():
                     os.replace(draft, path)
             except BaseException:
@@ -196,12 +198,18 @@ class LocalCopies:
             self._held[file] = self._hold(file)
         return self._held[file].path
 
+    def release(self, file: RemoteFile) -> None:
+        """Allow the cache to evict the copy; a process may have few files open at once."""
+        if (held := self._held.pop(file, None)) is not None:
+            held.release()
+
     def _hold(self, file: RemoteFile) -> HeldFile:
         identity = f"{file.url} {file.num_bytes} {file.modified_ns}"
         key = CacheKey(sha256(identity.encode()).hexdigest(), file.num_bytes)
         cache = ShardCache(cache_folder(self._settings), self._settings.max_bytes)
         while (held := cache.hold(key)) is None:
-            outcome = cache.fill(key, lambda out: out.writelines(file.chunks()))
+            fill = partial(cache.fill, key, lambda out: _write(file, out))
+            outcome = retry(fill, self._settings.patience_s)
             if outcome == "full":
                 raise OSError(
                     f"{cache.folder}: no room for {file.num_bytes} bytes, as all files there are "
@@ -223,7 +231,7 @@ def local_folder(place: str, settings: CacheSettings) -> Path:
     root = cache_folder(settings)
     root = root.with_name(f"{root.name}-folders")
     try:
-        found = remote_files(place)
+        found = retry(partial(remote_files, place), settings.reach_timeout_s)
         if not found:
             raise FileNotFoundError("there is no file")
         depth = min(file.path.count("/") for file in found)
@@ -232,7 +240,7 @@ def local_folder(place: str, settings: CacheSettings) -> Path:
         folder = root / sha256(repr(identity).encode()).hexdigest()
         with ShardCache(root, settings.max_bytes).locked():
             if not folder.is_dir():
-                _copy(files, folder)
+                retry(partial(_copy, files, folder), settings.patience_s)
     except (OSError, ValueError, ImportError) as error:
         cause = without_credentials(str(error).splitlines()[0])
         raise DataUnreachable(
@@ -248,8 +256,16 @@ def _copy(files: list[RemoteFile], folder: Path) -> None:
     draft.mkdir()
     for file in files:
         with open(draft / file.name, "wb") as out:
-            out.writelines(file.chunks())
+            _write(file, out)
+            out.flush()
+            os.fsync(out.fileno())
     os.replace(draft, folder)
+
+
+def _write(file: RemoteFile, out: BinaryIO) -> None:
+    """Write a file's content from the begin, also if an attempt before has broken off."""
+    out.seek(0)
+    out.writelines(file.chunks())
 
 
 def _lock(fd: int) -> bool:

@@ -16,6 +16,7 @@ from typing import BinaryIO, TypeVar
 import pyarrow as pa
 
 from actors.storage.credentials import without_credentials
+from actors.storage.remote_files import LONGEST_RETRY_S, RETRY_S, retry
 from actors.storage.storage import Storage
 from elastic.protocol.policy import backoff_s
 from pipelines.data.cache import CacheKey, HeldFile, ShardCache, cache_folder
@@ -24,7 +25,6 @@ from pipelines.errors import DataUnreachable, UserError
 from pipelines.settings import CacheSettings
 
 READ_BYTES = 1 << 23
-RETRY_S, LONGEST_RETRY_S = 0.5, 10.0
 CACHE_RETRY_S = 0.05
 """The pause while another process fetches the same file, or every cached file is in use."""
 IDLE_S = 1.0
@@ -39,25 +39,6 @@ T = TypeVar("T")
 
 def nothing() -> None:
     """An interrupt that never raises."""
-
-
-def retry(operation: Callable[[], T], patience_s: float) -> T:
-    """Retry an operation on a store for up to `patience_s`, then raise its last `OSError`.
-
-    `FileNotFoundError` is raised at once.
-    """
-    began, num_failures = time.monotonic(), 0
-    while True:
-        try:
-            return operation()
-        except FileNotFoundError:
-            raise
-        except OSError:
-            num_failures += 1
-            pause_s = backoff_s(RETRY_S, num_failures, LONGEST_RETRY_S)
-            if time.monotonic() + pause_s > began + patience_s:
-                raise
-            time.sleep(pause_s)
 
 
 def unreachable(url: str, error: OSError) -> DataUnreachable:

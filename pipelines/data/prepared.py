@@ -7,8 +7,9 @@ from functools import partial
 from pathlib import Path
 
 from actors.storage.credentials import without_credentials
+from actors.storage.remote_files import retry
 from actors.storage.storage import Storage, is_remote, open_storage
-from pipelines.data.fetching import FetchedShards, retry, unreachable
+from pipelines.data.fetching import FetchedShards, unreachable
 from pipelines.data.shards import FolderShards, Index, Shards, read_index
 from pipelines.errors import UserError
 from pipelines.settings import CacheSettings

@@ -88,8 +88,10 @@ def anatomy_of(model: nn.Module) -> Anatomy:
     # Each rank draws for the whole activations of a layer; experts read values, so that it is
     # unknown which these are.
     has_layers = any(layer.modules for layer in layers)
-    no_tp = no_tp or _why_random(model.config, NOISE if has_layers else RANDOM_FIELDS)
-    no_ep = NO_EP if any(name.endswith(".experts") for name in names.values()) else ""
+    has_experts = any(name.endswith(".experts") for name in names.values())
+    is_known = has_layers and not has_experts
+    no_tp = no_tp or _why_random(model.config, NOISE if is_known else RANDOM_FIELDS)
+    no_ep = NO_EP if has_experts else ""
     reasons = {"cp": no_cp, "ep": no_ep, "tp": no_tp, "pp": no_pp}
     refused = [(axis, reason) for axis, reason in reasons.items() if reason]
     limits = Limits(

@@ -79,13 +79,16 @@ class MicrobatchStates:
         for state in self.states:
             state.begin_microbatch(number, dtype, device)
 
-    def gather(self, groups: Groups, interrupt: Interrupt) -> None:
-        """Take what all workers have set in this step, by one collective.
+    def gather(self, groups: Groups, counts: bool, interrupt: Interrupt) -> None:
+        """Gather what all workers have set in this step, by one collective, for `commit`.
 
-        The sum of bytes of which one worker at most has others than 0 is exact for any dtype.
+        The sum of bytes of which one worker at most has others than 0 is exact for any dtype. Of
+        workers that compute the same microbatches only one `counts`.
         """
         if not self.states:
             return
+        for state in self.states if not counts else ():
+            state.own.clear()
         packed = [part for state in self.states for part in state.packed()]
         total = torch.cat(packed).to(groups.device)
         wait_for(groups.world.allreduce([total]))
@@ -93,6 +96,11 @@ class MicrobatchStates:
         parts = iter(total.cpu().split([len(part) for part in packed]))
         for state in self.states:
             state.take(next(parts), next(parts))
+
+    def commit(self) -> None:
+        """Let what was gathered be in effect from the next step on."""
+        for state in self.states:
+            state.commit()
 
 
 class CarriedTensor:
@@ -105,6 +113,8 @@ class CarriedTensor:
         """Of all microbatches, at the beginning of the present step."""
         self.own: dict[int, Tensor] = {}
         """What this worker has set in the present step."""
+        self._gathered: tuple[Tensor, Tensor] | None = None
+        """What all workers have set: the numbers of the microbatches, and their rows."""
         self._number: int | None = None
         self._is_padding = False
         self._dtype, self._device = first.dtype, first.device
@@ -155,10 +165,18 @@ class CarriedTensor:
 
     @torch.no_grad()
     def take(self, is_set: Tensor, content: Tensor) -> None:
-        """Take the microbatches that some worker has set."""
+        """Note the microbatches that some worker has set, for `commit`."""
         rows = content.clone().view(self.rows.dtype).view(self.rows.shape)
         chosen = is_set.bool().nonzero().flatten()
-        self.rows[chosen.to(self.rows.device)] = rows[chosen].to(self.rows.device)
+        device = self.rows.device
+        self._gathered = chosen.to(device), rows[chosen].to(device)
+
+    @torch.no_grad()
+    def commit(self) -> None:
+        if self._gathered is not None:
+            chosen, rows = self._gathered
+            self.rows[chosen] = rows
+            self._gathered = None
 
     def _present(self) -> int:
         if self._number is None:

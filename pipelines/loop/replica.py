@@ -118,11 +118,13 @@ class LoopReplica(ShardedReplica):
             scale_tensors(list(self.state.gradients().values()), 1 / used)
         states = self.loop.declaration.states
         states.end_step()
-        states.gather(self.groups, self.interrupt_hooks.interrupt)
+        states.gather(self.groups, self.parallel.counts_loss, self.interrupt_hooks.interrupt)
 
     def apply(self, step: int, vote: Vote) -> Applied:
         applied = super().apply(step, vote)
         self.loop.values.scaler.update(applied.skipped)
+        if not applied.skipped:  # numbers that are not finite would stay for ever
+            self.loop.declaration.states.commit()
         self._committed = step
         if not self._is_alone:
             loss = vote.loss_sum / vote.num_tokens if vote.num_tokens else math.nan

@@ -156,7 +156,7 @@ def make_plan(request: TrainRequest, num_gpus: int) -> RunPlan:
         program = TrainingProgram(**{**factory.kwargs, "device": "cpu"})
         if custom is not None:
             refuse_unfit_recipe(program, request.tries_script and not num_gpus)
-        job = job_of(settings, program, (1,) if num_gpus else ())
+        job = job_of(settings, program)
         _refuse_impossible_layout(policy, target_layout, job)
         recipe = _recipe(request, policy, factory, program)
         recipe |= identity(custom, program) if custom is not None else {}

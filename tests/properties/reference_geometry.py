@@ -138,12 +138,14 @@ def _held(spec: TensorSpec, layout: Layout, place: tuple[int, ...]) -> Mask:
         )
         if fsdp_dim is not None:
             group = place_in_block // layout.ep
-            indices_by_dim[fsdp_dim] = _part(spec, indices_by_dim[fsdp_dim], num_groups, group)
+            own = _part(spec, indices_by_dim[fsdp_dim], num_groups, group, layout)
+            indices_by_dim[fsdp_dim] = own
     else:
         if spec.tp_dim is not None:
             indices_by_dim[spec.tp_dim] = _chunk(indices_by_dim[spec.tp_dim], layout.tp, tp)
         if fsdp_dim is not None:
-            indices_by_dim[fsdp_dim] = _part(spec, indices_by_dim[fsdp_dim], layout.fsdp, fsdp)
+            own = _part(spec, indices_by_dim[fsdp_dim], layout.fsdp, fsdp, layout)
+            indices_by_dim[fsdp_dim] = own
     if indices_by_dim:
         mask[np.ix_(*(np.array(indices, dtype=np.int64) for indices in indices_by_dim))] = True
     else:
@@ -159,11 +161,15 @@ def _layers(rank: int, layout: Layout, costs: tuple[int, ...]) -> list[int]:
     return [layer for stage in stages[rank :: layout.pp] for layer in stage]
 
 
-def _part(spec: TensorSpec, indices: list[int], num_shards: int, index: int) -> list[int]:
+def _part(
+    spec: TensorSpec, indices: list[int], num_shards: int, index: int, layout: Layout
+) -> list[int]:
     if spec.ownership is None:
         return _chunk(indices, num_shards, index)
-    share = spec.ownership.length / num_shards
-    return indices if index * share <= spec.ownership.middle < (index + 1) * share else []
+    stage = spec.ownership.length / (layout.pp * layout.vp)
+    share = stage / num_shards
+    middle = spec.ownership.middle % stage
+    return indices if index * share <= middle < (index + 1) * share else []
 
 
 def _chunk(indices: list[int], num_chunks: int, index: int) -> list[int]:

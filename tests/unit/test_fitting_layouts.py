@@ -61,8 +61,8 @@ def test_advice_is_one_line_with_the_bytes() -> None:
     job = Job(num_microbatches=16, state_bytes=1_200_000_000, param_bytes=400_000_000)
     text = advice(Layout(), job, Shortage(3_000_000_000, 500_000_000))
     assert text == (
-        "it held 3,000.0 MB and requested 500.0 MB more; by the ZeRO formula fsdp=2 on 2 workers "
-        "would fit: 800.0 MB less of parameters, gradients and optimizer state on each"
+        "it held 3,000.0 MB and requested 500.0 MB more; by the memory model fsdp=2 on 2 workers "
+        "would fit: 800.0 MB less on each"
     )
     hopeless = advice(Layout(), job, Shortage(3_000_000_000, 5_000_000_000))
     assert "lower microbatch" in hopeless and "1,600.0 MB" in hopeless

@@ -40,6 +40,8 @@ def test_packed_bytes_of_two_workers_add_up_to_what_both_have_set(dtype: torch.d
     for _, state in workers:
         assert torch.equal(state.rows, torch.zeros(3, 2, dtype=dtype)), "of the step before"
         state.take(is_set, content)
+        assert torch.equal(state.rows, torch.zeros(3, 2, dtype=dtype)), "the step may be skipped"
+        state.commit()
         assert torch.equal(state.rows, values)
 
 
@@ -48,6 +50,7 @@ def test_microbatch_that_sets_nothing_keeps_its_value() -> None:
     states.begin_microbatch(1, torch.float32, CPU)
     state.value = torch.zeros(2)
     state.take(*state.packed())
+    state.commit()
     assert state.rows.tolist() == [[1, 1], [0, 0], [1, 1]]
 
 

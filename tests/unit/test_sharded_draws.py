@@ -12,14 +12,12 @@ from torch.nn import functional
 
 from elastic.geometry.model_limits import Limits
 from pipelines.errors import UserError
+from pipelines.training.tensor.draw_trial import FirstOf, find_draws, for_trial
 from pipelines.training.tensor.sharded_draws import (
-    FirstOf,
     ShardedDraw,
     ShardedDraws,
     Unknown,
     drawing_again,
-    find_draws,
-    for_trial,
 )
 from pipelines.training.workload.workload import Layer, ModelShape, Style
 
@@ -28,7 +26,6 @@ Draw = Callable[[Tensor], Tensor]
 DRAWS: dict[str, Draw] = {
     "dropout": lambda x: functional.dropout(x, 0.3),
     "dropout, transposed": lambda x: functional.dropout(x.transpose(2, 3), 0.3),
-    "dropout, not training": lambda x: functional.dropout(x, 0.3, training=False),
     "dropout, in place": lambda x: functional.dropout(x * 1, 0.3, True, True),
     "dropout of channels": lambda x: functional.dropout2d(x, 0.3),
     "torch.dropout": lambda x: torch.dropout(x, 0.3, train=True),

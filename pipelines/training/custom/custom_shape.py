@@ -12,6 +12,7 @@ from pipelines.errors import UserError
 from pipelines.settings.overrides import similar_names
 from pipelines.training.custom.custom_pipeline import layers_of, parts_of, why_not_sequential
 from pipelines.training.custom.parallel_styles import CustomCut, names_matching, style_of
+from pipelines.training.workload.state import TP_DIMS
 from pipelines.training.workload.workload import Layer, ModelShape, Style, starred
 
 NO_PLAN = (
@@ -71,7 +72,24 @@ def _styles(module: nn.Module, plan: Mapping[str, CustomCut]) -> dict[str, Style
             raise UserError(f"plan: the module has no {pattern}; {similar_names(pattern, known)}")
         style = style_of(pattern, planned, [modules[name] for name in names])
         styles |= dict.fromkeys(names, style)
-    return {name: style for name, style in styles.items() if style is not None}
+    found = {name: style for name, style in styles.items() if style is not None}
+    _refuse_parted_ties(module, found)
+    return found
+
+
+def _refuse_parted_ties(module: nn.Module, styles: Mapping[str, Style]) -> None:
+    """Raise `UserError` if two modules share a weight that `tp` would shard for one alone."""
+    first: dict[nn.Parameter, tuple[str, int | None]] = {}
+    for name, part in module.named_modules():
+        style = styles.get(name)
+        for key, parameter in part.named_parameters(recurse=False):
+            dim = TP_DIMS.get(style) if style else None
+            other, other_dim = first.setdefault(parameter, (name, dim))
+            if dim != other_dim:
+                raise UserError(
+                    f"plan: {name} and {other} share their {key}, but the plan shards it for one "
+                    "of them alone, or otherwise: plan both alike, or neither"
+                )
 
 
 def _width(part: nn.Module, style: Style) -> int:

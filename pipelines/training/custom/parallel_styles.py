@@ -22,6 +22,7 @@ from torch.distributed.tensor.parallel import (
     RowwiseParallel,
     SequenceParallel,
 )
+from torch.nn.utils.parametrize import is_parametrized
 
 from pipelines.errors import UserError
 from pipelines.training.workload.workload import Style, starred
@@ -61,6 +62,10 @@ def style_of(name: str, planned: Any, parts: Sequence[nn.Module]) -> Style | Non
     is_linear = all(isinstance(part, nn.Linear) for part in parts)
     is_embedding = all(isinstance(part, nn.Embedding) for part in parts)
     kind = type(planned)
+    if planned == "rowwise" or kind is RowwiseParallel:
+        _refuse_other_forward(name, parts)
+    if any(is_parametrized(part) for part in parts):
+        raise UserError(f"plan: {name} is parametrized, so that tp cannot shard its weight")
     if kind is ColwiseParallel and is_linear:
         return _style_of_columns(name, planned)
     if kind is RowwiseParallel and (is_linear or is_embedding):
@@ -85,6 +90,18 @@ def style_of(name: str, planned: Any, parts: Sequence[nn.Module]) -> Style | Non
         f"plan: {name} is {names} and cannot be {said}: nn.Linear can be colwise "
         "or rowwise, nn.Embedding rowwise"
     )
+
+
+def _refuse_other_forward(name: str, parts: Sequence[nn.Module]) -> None:
+    """Raise `UserError` for layers whose own computation is not torch's, which takes its place."""
+    for part in parts:
+        known = nn.Linear.forward if isinstance(part, nn.Linear) else nn.Embedding.forward
+        is_known = type(part).forward is known and getattr(part, "max_norm", None) is None
+        if isinstance(part, nn.Linear | nn.Embedding) and not is_known:
+            raise UserError(
+                f"plan: {name} is {type(part).__name__}, which computes more than torch's "
+                f"{'Linear' if isinstance(part, nn.Linear) else 'Embedding'}: it cannot be rowwise"
+            )
 
 
 def _style_of_columns(name: str, planned: ColwiseParallel) -> Style:

@@ -5,27 +5,21 @@ from __future__ import annotations
 from typing import Protocol
 
 import torch
-from torch import nn
 
 from pipelines.errors import UserError
-from pipelines.settings import TrainSettings
-from pipelines.settings.recipe import Recipe
 from pipelines.training.custom.custom_module import seeded
 from pipelines.training.custom.custom_pipeline import CustomBatch
-from pipelines.training.tensor.sharded_draws import Unknown, find_draws, for_trial
+from pipelines.training.custom.merge_trial import MergeCandidate, draws_at_random
+from pipelines.training.tensor.draw_trial import find_draws, for_trial
+from pipelines.training.tensor.sharded_draws import Unknown
 from pipelines.training.workload.trees import mapped
 from pipelines.training.workload.workload import ModelShape
 
 NUM_SAMPLES = 2
 
 
-class TensorCandidate(Protocol):
+class TensorCandidate(MergeCandidate, Protocol):
     """A custom workload, as the trial sees it."""
-
-    recipe: Recipe
-    settings: TrainSettings
-
-    def module(self) -> nn.Module: ...
 
     def example(self, num_samples: int) -> CustomBatch: ...
 
@@ -34,7 +28,7 @@ def why_no_tensor_parallelism(candidate: TensorCandidate, shape: ModelShape) -> 
     """The reason why the module cannot be trained under `tp`, or None.
 
     It runs twice on the meta device, where only shapes are known; a recipe that does not run there
-    is not refused.
+    is refused if it draws random numbers.
     """
     recipe, settings = candidate.recipe, candidate.settings
     divides = shape.limits.tp_divides or 2
@@ -49,8 +43,8 @@ def why_no_tensor_parallelism(candidate: TensorCandidate, shape: ModelShape) -> 
                 for_trial(candidate.module(), getattr(torch, settings.dtype)) for _ in range(2)
             )
             draws = find_draws(whole, cut, shape, num_tp, lambda module: recipe.loss(module, value))
-    except Unknown:
-        return None
+    except Unknown as unknown:
+        return str(unknown) if draws_at_random(candidate) else None
     except UserError as error:
         return str(error)
     if any(draws) and settings.compile:

@@ -134,8 +134,9 @@ class ShardedReplica:
             self.pass_size.note_updated_buffers()
         if self.parallel.tp is not None and self.partial_gradients:
             gradients = self.state.gradients()
-            partial = [gradients[name] for name in self.partial_gradients]
-            reduce_partial_gradients(partial, self.parallel.tp)
+            partial = [gradients[name] for name in self.partial_gradients if name in gradients]
+            if partial:  # frozen parameters have none
+                reduce_partial_gradients(partial, self.parallel.tp)
         self.prepare_gradients()
         self.step_statistics.note_gradients()
         sums[2] = self.state.squared_norm()

@@ -14,7 +14,7 @@ from actors.distributed.stall import wait_for
 from actors.runtime.program import Groups, Interrupt
 from elastic.geometry.regions import chunk_interval
 from elastic.geometry.tensor_specs import Ownership
-from pipelines.training.sharding.sharded import Sharded, storage_bytes
+from pipelines.training.sharding.sharded import Sharded, on_host, storage_bytes
 
 
 class OwnedSharded:
@@ -26,7 +26,13 @@ class OwnedSharded:
     changes a parameter before the vote.
     """
 
-    def __init__(self, parts: Sharded, ownerships: Mapping[str, Ownership], groups: Groups) -> None:
+    def __init__(
+        self,
+        parts: Sharded,
+        ownerships: Mapping[str, Ownership],
+        groups: Groups,
+        offload: bool = False,
+    ) -> None:
         """`ownerships` are those of the whole model; the modules may have some of its parameters.
 
         Takes modules on the meta device: shapes without values.
@@ -34,6 +40,7 @@ class OwnedSharded:
         self.parts = parts
         self.modules = parts.modules
         self.device = groups.device
+        self.offload = offload
         self._group = groups.mesh.get_group("fsdp")
         self._num_ranks, self._rank = self._group.size(), self._group.rank()
         shards = parts.shards()
@@ -43,10 +50,12 @@ class OwnedSharded:
             for name, parameter in module.named_parameters()
             if name in shards and name in ownerships
         }
+        num_stages = groups.layout.pp * groups.layout.vp
         self._names: list[list[str]] = [[] for _ in range(self._num_ranks)]
         """The names of the parameters that each rank owns."""
         for name in self._shapes:
-            self._names[ownerships[name].rank(self._num_ranks)].append(name)
+            owner = ownerships[name].rank(self._num_ranks, num_stages)
+            self._names[owner].append(name)
         self._wholes = {
             name: shards[name].new_empty(
                 shape if name in self._names[self._rank] else (0, *shape[1:])
@@ -70,7 +79,10 @@ class OwnedSharded:
 
     @torch.no_grad()
     def adopt(self, shards: Mapping[str, Tensor], buffers: Mapping[str, Tensor]) -> None:
-        self._wholes = {name: shards[name] for name in self._shapes}
+        self._wholes = {
+            name: on_host(shards[name], self.device) if self.offload else shards[name]
+            for name in self._shapes
+        }
         empty = {
             name: shards[name].new_empty(self._part_shape(name, self._rank))
             for name in self._shapes

@@ -22,13 +22,14 @@ from pipelines.training.sharding.owned import OwnedSharded
 from pipelines.training.sharding.recomputation import recomputed
 from pipelines.training.sharding.sharded import Sharded, bring_constants
 from pipelines.training.sharding.zero import ZeroSharded
-from pipelines.training.tensor.sharded_draws import Draws, draw_as_whole, find_draws, for_trial
+from pipelines.training.tensor.draw_trial import find_draws, for_trial
+from pipelines.training.tensor.sharded_draws import Draws, draw_as_whole
 from pipelines.training.tensor.tensor_parallel import parallelize_modules
 from pipelines.training.tensor.unsharded_hidden import GroupRanks, parallelize_parameters
 from pipelines.training.workload.parallel_groups import ParallelGroups
 from pipelines.training.workload.state import build_on_meta, ownerships
 from pipelines.training.workload.trees import tensors_in
-from pipelines.training.workload.workload import Workload
+from pipelines.training.workload.workload import Workload, starred
 
 
 def parallelize(
@@ -52,9 +53,10 @@ def parallelize(
     kind = FullySharded if fully else ZeroSharded
     sharded: Sharded = kind(modules, workload, groups, settings)
     deals = groups.layout.fsdp > 1 and divides(groups.layout.zero, "optimizer")
-    if not deals or not workload.whole_parameters:
+    if not deals or not sharded.shards().keys() & set(workload.whole_parameters):
         return sharded
-    return OwnedSharded(sharded, ownerships(workload, build_on_meta(workload, settings)), groups)
+    owners = ownerships(workload, build_on_meta(workload, settings))
+    return OwnedSharded(sharded, owners, groups, settings.offload)
 
 
 def _draw_as_whole(
@@ -70,8 +72,16 @@ def _draw_as_whole(
         names = [prefix_of(number, len(roots)).rstrip(".") for number in range(len(roots))]
     parts = dict(module.named_modules(remove_duplicate=False))
     ranks = GroupRanks(mesh.get_group())
+    known: dict[tuple[Any, ...], Draws] = {}
+    """Layers that are alike draw alike: each trial builds the model twice."""
 
     def find(name: str, call: Callable[..., Any]) -> Draws:
+        key = _structure(name, parts[name])
+        if key not in known:
+            known[key] = find_once(name, call)
+        return known[key]
+
+    def find_once(name: str, call: Callable[..., Any]) -> Draws:
         dtype = getattr(torch, settings.dtype)
         whole, cut = (for_trial(build_on_meta(workload, settings), dtype) for _ in range(2))
         shape = workload.shape()
@@ -85,8 +95,14 @@ def _draw_as_whole(
         return draws
 
     for name in names:
-        if name in parts:
+        if name in parts and any(True for _ in parts[name].parameters()):
             draw_as_whole(parts[name], ranks, partial(find, name))
+
+
+def _structure(name: str, part: nn.Module) -> tuple[Any, ...]:
+    """A key that is the same for layers of one class with the same parts and settings."""
+    parts = tuple((inner, part_of.extra_repr()) for inner, part_of in part.named_modules())
+    return starred(name), type(part), parts
 
 
 def parallelize_module(

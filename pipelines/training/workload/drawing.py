@@ -52,7 +52,7 @@ def drawn_shape(
 
     For the attention it is that of the queries.
     """
-    if kwargs.get("generator") is not None:
+    if kwargs.get("generator") is not None or (function in MASKS and _keeps_all(args, kwargs)):
         return None
     if function in OF_ELEMENTS and not (function is ATTENTION and not has_dropout(args, kwargs)):
         return tuple(first_tensor(args, kwargs).shape)
@@ -62,6 +62,13 @@ def drawn_shape(
         options = {key: value for key, value in kwargs.items() if key == "size"}
         return tuple(torch.empty(*args, **options, device="meta").shape)
     return None
+
+
+def _keeps_all(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of a dropout drops nothing: its probability is 0, or it does not train."""
+    rate = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
+    trains = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True))
+    return not rate or not trains
 
 
 def first_tensor(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:
