@@ -11,10 +11,11 @@ from harness import run_in_processes
 from run_checks import assert_no_step_repeated
 from test_script_habits import run_habit
 
+from actors.controller.shell import Shell
 from elastic.geometry.layout import Layout
 from elastic.geometry.model_limits import Limits
 from elastic.geometry.target_layout import TargetLayout
-from elastic.protocol.events import LayoutRequested, StopRequested
+from elastic.protocol.events import Event, LayoutRequested, StepCommitted, StopRequested
 from pipelines.loop import Run
 from pipelines.loop.script import script_of
 from pipelines.run.job import job_of
@@ -79,16 +80,29 @@ def test_optimizer_that_couples_parameters_is_not_sharded() -> None:
 def test_owners_change_with_the_layout(name: str, offload: bool, tmp_path: Path) -> None:
     """And with the ZeRO stage; one worker reads the checkpoint that the owners wrote."""
     requested = ["dp=2,fsdp=2", "fsdp=3", "fsdp=4,zero=2", "dp=4", "fsdp=2,zero=1"]
-    requests = [
-        (3 * number, LayoutRequested(layout, TargetLayout.parse(layout)))
-        for number, layout in enumerate(requested, start=1)
+    following: list[Event] = [
+        *(LayoutRequested(layout, TargetLayout.parse(layout)) for layout in requested),
+        StopRequested("a signal"),
     ]
+    shells: list[Shell] = []
+
+    def follow(event: Event) -> None:
+        """Once a generation has committed a step, the next layout is requested, then the end."""
+        generation = len(requested) + 2 - len(following)
+        if isinstance(event, StepCommitted) and event.generation == generation and following:
+            shells[0].post(following.pop(0))
+
     settings = script_of(getattr(optimizer_scripts, f"train_{name}")).settings
     settings = settings.model_copy(update={"offload": offload})
     recipe = f"{optimizer_scripts.__file__}:train_{name}"
-    stop = (18, StopRequested("a signal"))
     run = run_in_processes(
-        tmp_path, settings, 4, layout="fsdp=4", recipe=recipe, due=(*requests, stop)
+        tmp_path,
+        settings,
+        4,
+        layout="fsdp=4",
+        recipe=recipe,
+        on_event=follow,
+        on_shell=shells.append,
     )
     assert run.stopped.outcome == "interrupted", run.stopped
     run = run_in_processes(tmp_path, settings, 1, recipe=recipe)
