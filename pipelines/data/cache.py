@@ -130,7 +130,7 @@ class ShardCache:
             try:
                 fetch(out)
                 out.flush()
-                os.fsync(out.fileno())  # whoever finds the file trusts it
+                os.fsync(out.fileno())  # a process that finds the file trusts it
                 with self.locked():
                     os.replace(draft, path)
             except BaseException:

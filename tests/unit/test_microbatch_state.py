@@ -14,6 +14,7 @@ from pipelines.loop import Run
 from pipelines.loop.microbatch_state import CarriedTensor, MicrobatchStates
 from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.script import script_of
+from pipelines.training.replica.warm_up import group_of_one
 
 CPU = torch.device("cpu")
 
@@ -52,6 +53,21 @@ def test_microbatch_that_sets_nothing_keeps_its_value() -> None:
     state.take(*state.packed())
     state.commit()
     assert state.rows.tolist() == [[1, 1], [0, 0], [1, 1]]
+
+
+def test_workers_that_compute_the_same_microbatches_count_once() -> None:
+    """As the ranks of `tp`: their bytes would be added up."""
+    states, state = begun(torch.zeros(2))
+    states.begin_microbatch(1, torch.float32, CPU)
+    state.value = torch.ones(2)
+    with group_of_one(CPU) as groups:
+        states.gather(groups, False, lambda: None)
+        states.commit()
+        assert not state.rows.any(), "another rank of the group counts"
+        state.value = torch.ones(2)
+        states.gather(groups, True, lambda: None)
+        states.commit()
+    assert state.rows.tolist() == [[0, 0], [1, 1], [0, 0]]
 
 
 def test_value_is_detached_and_a_copy_in_the_run_dtype() -> None:

@@ -53,6 +53,38 @@ def test_styles_of_torch_mean_a_style_of_this_project(name, planned, style) -> N
     assert len(shape.styles) == (2 if name.startswith(("layers.*", "layers.?")) else 1)
 
 
+class Scaled(nn.Embedding):
+    """Computes more than a lookup, which a sharded lookup would leave out."""
+
+    def forward(self, tokens):
+        return 2 * super().forward(tokens)
+
+
+def test_layers_whose_own_computation_would_be_skipped_are_refused() -> None:
+    module = make_module()
+    module["embed"] = Scaled(7, 4)
+    with pytest.raises(UserError, match="embed is Scaled, which computes more than torch's Emb"):
+        shape_of(module, {"embed": "rowwise"})
+    module["embed"] = nn.Embedding(7, 4, max_norm=1.0)
+    with pytest.raises(UserError, match="embed is Embedding, which computes more"):
+        shape_of(module, {"embed": RowwiseParallel()})
+    nn.utils.parametrizations.weight_norm(module["head"])
+    with pytest.raises(UserError, match="head is parametrized"):
+        shape_of(module, {"head": "colwise"})
+
+
+def test_tied_weights_are_planned_alike() -> None:
+    """One of them alone would compute with parts of the weight as if they were whole."""
+    module = make_module()
+    module["head"].weight = module["embed"].weight
+    with pytest.raises(UserError, match="head and embed share their weight, but the plan"):
+        shape_of(module, {"head": "colwise"})
+    with pytest.raises(UserError, match="head and embed share their weight, but the plan"):
+        shape_of(module, {"embed": "rowwise"})
+    styles = shape_of(module, {"embed": "rowwise", "head": "colwise"}).styles
+    assert set(styles.values()) == {"vocabulary", "colwise"}
+
+
 def test_layers_that_stay_whole_have_no_style() -> None:
     plan = {
         "layers.*.norm": SequenceParallel(),
