@@ -32,7 +32,7 @@ from elastic.geometry.errors import InvalidSpec
 from elastic.geometry.layout import Coordinates, Layout
 from elastic.geometry.pipeline_stages import pipeline_ranks
 from elastic.geometry.regions import Region
-from elastic.geometry.tensor_specs import Ownership, TensorSpec
+from elastic.geometry.tensor_specs import TensorSpec
 from elastic.geometry.zero import divides
 
 
@@ -144,9 +144,8 @@ def sharding_of(spec: TensorSpec, layout: Layout) -> Sharding:
     cuts: list[AxisCut] = []
     copies: list[Axis] = []
     stride = 1
-    for degree, dim, ownership in reversed(_mesh(spec, layout)):
+    for degree, dim, owner in reversed(_mesh(spec, layout)):
         if dim is not None and degree > 1:
-            owner = ownership.rank(degree, layout.pp * layout.vp) if ownership else None
             cuts.append(AxisCut(dim, Axis(degree, stride), owner))
         elif copies and copies[0].stride * copies[0].degree == stride:
             copies[0] = Axis(copies[0].degree * degree, copies[0].stride)
@@ -208,13 +207,12 @@ def bytes_held(specs: Sequence[TensorSpec], layout: Layout, coordinates: Coordin
     return sum(region.num_elements * spec.itemsize_bytes for spec, region in regions if region)
 
 
-def _mesh(spec: TensorSpec, layout: Layout) -> list[tuple[int, int | None, Ownership | None]]:
+def _mesh(spec: TensorSpec, layout: Layout) -> list[tuple[int, int | None, int | None]]:
     """The axes that a tensor sees, outermost first: the degree of each, the dim that it cuts, and
-    the ownership if it deals the tensor whole."""
-    cut_by_fsdp = (_num_shards(spec, layout), spec.fsdp_dim, spec.ownership)
-    if not _fsdp_cuts(spec, layout):
-        cut_by_fsdp = (cut_by_fsdp[0], None, None)
-    mesh: list[tuple[int, int | None, Ownership | None]] = [(layout.dp, None, None), cut_by_fsdp]
+    the index of the owner if it deals the tensor whole."""
+    fsdp_dim = spec.fsdp_dim if _fsdp_cuts(spec, layout) else None
+    by_fsdp = (_num_shards(spec, layout), fsdp_dim, _owner(spec, layout))
+    mesh: list[tuple[int, int | None, int | None]] = [(layout.dp, None, None), by_fsdp]
     if spec.layer is None:
         mesh.insert(0, (layout.pp, None, None))
     if spec.ep_dim is None:
@@ -230,6 +228,7 @@ def _num_shards(spec: TensorSpec, layout: Layout) -> int:
 
 
 def _owner(spec: TensorSpec, layout: Layout) -> int | None:
+    """The index, on the axis that does what `fsdp` does, of the owner of a tensor that has one."""
     if spec.ownership is None:
         return None
     return spec.ownership.rank(_num_shards(spec, layout), layout.pp * layout.vp)

@@ -15,10 +15,10 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 
 from actors.storage.credentials import without_credentials
-from actors.storage.remote_files import RemoteFile, remote_files
+from actors.storage.remote_files import RemoteFile
 from actors.storage.storage import is_remote
 from pipelines.data.cache import LocalCopies
-from pipelines.data.corpus import SourceFile
+from pipelines.data.corpus import SourceFile, listed_files
 from pipelines.errors import UserError
 from pipelines.settings import CacheSettings
 from pipelines.settings.home import expand_home
@@ -126,15 +126,7 @@ def _files(path: str) -> Sequence[SourceFile]:
 
 def _files_at(url: str) -> Sequence[SourceFile]:
     shown = without_credentials(url)
-    try:
-        found = remote_files(url)
-    except (OSError, ValueError, ImportError) as error:
-        cause = without_credentials(str(error).splitlines()[0])
-        raise UserError(
-            f"{shown}: cannot be listed ({cause}); check the URL, this machine's network and the "
-            "credentials in its environment"
-        ) from None
-    files = [file for file in found if file.suffix in SUFFIXES]
+    files = [file for file in listed_files(url, shown) if file.suffix in SUFFIXES]
     if not files:
         raise UserError(f"{shown}: there is no {' or '.join(SUFFIXES)} file; name a file or folder")
     return files

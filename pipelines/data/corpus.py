@@ -90,16 +90,22 @@ def find_corpus(data: str = "") -> Corpus:
     return Corpus(data, tuple(files))
 
 
-def _remote_corpus(data: str) -> Corpus:
-    shown = without_credentials(data)
+def listed_files(url: str, shown: str) -> list[RemoteFile]:
+    """The files at a URL, which messages show as `shown`. Raises `UserError` if they cannot be
+    listed."""
     try:
-        found = remote_files(data)
+        return remote_files(url)
     except (OSError, ValueError, ImportError) as error:
         cause = without_credentials(str(error).splitlines()[0])
         raise UserError(
-            f"--data {shown}: cannot be listed ({cause}); check the URL, this machine's network "
-            "and the credentials in its environment"
+            f"{shown}: cannot be listed ({cause}); check the URL, this machine's network and the "
+            "credentials in its environment"
         ) from None
+
+
+def _remote_corpus(data: str) -> Corpus:
+    shown = without_credentials(data)
+    found = listed_files(data, f"--data {shown}")
     prepared = {file.path.removesuffix(INDEX) for file in found if file.name == INDEX}
     files = [
         file

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from hashlib import sha256
-from typing import BinaryIO, TypeVar
+from typing import BinaryIO
 
 import pyarrow as pa
 
@@ -33,8 +33,6 @@ POLL_S = 0.05
 MAX_OPEN = 64
 PREFETCH_DIVISOR = 16
 """Prefetched files of one worker may take this fraction (1/16) of the cache."""
-
-T = TypeVar("T")
 
 
 def nothing() -> None:

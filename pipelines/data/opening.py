@@ -77,9 +77,8 @@ def find_data(
 
     `data` is 'random', a folder or URL of prepared data (which keep the tokenizer and fraction that
     they were prepared with), text as for `find_corpus`, also at a URL, or '' for the standard
-    library. Text is
-    prepared once, in a folder under `cache` (a path or URL) that the inputs determine. Raises
-    `UserError`.
+    library. Text is prepared once, in a folder under `cache` (a path or URL) that the inputs
+    determine. Raises `UserError`.
     """
     if data == RANDOM:
         return DataPlan(None)

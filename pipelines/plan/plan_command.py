@@ -96,7 +96,7 @@ def figures_of(request: PlanRequest) -> JobFigures:
     else:
         with user_code_errors(f"recipe {request.recipe}"):
             program = TrainingProgram(**kwargs, recipe=custom)
-    limit = program.workload.limits().tp_divides
+    limit = program.workload.shape().limits.tp_divides
     degrees = [tp for tp in TP_DEGREES if limit is not None and limit % tp == 0] or [1]
     job = job_of(settings, program, degrees)
     notes = []

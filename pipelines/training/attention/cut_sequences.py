@@ -12,15 +12,14 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from pipelines.errors import UserError
 from pipelines.training.attention.ring_attention import ring_attention
+from pipelines.training.workload.drawing import ATTENTION
 from pipelines.training.workload.parallel_groups import ParallelGroups
 from pipelines.training.workload.ring import positions
 
-ATTENTION = functional.scaled_dot_product_attention
 SequenceDims = Mapping[str | int, int]
 """The dim that is the sequence, by the key of a tensor in the batch."""
 CausalAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
