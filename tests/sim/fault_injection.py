@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 
 from sim.controller_restarts import kill_controller
-from sim.faults import LONGEST_DELAY_S
+from sim.faults import LATEST_REPORT_S, LONGEST_DELAY_S
 from sim.snapshot_server import SimSnapshotServer
 from sim.worker import SimWorker
 from sim.world import World
@@ -50,7 +50,7 @@ def _kill_two(world: World, worker: SimWorker) -> None:
 
 
 def _kill_and_report_late(world: World, worker: SimWorker) -> None:
-    world.kill(worker, "killed", reported_after_s=world.random.uniform(1.0, 3.0))
+    world.kill(worker, "killed", reported_after_s=world.random.uniform(1.0, LATEST_REPORT_S))
 
 
 def _freeze(world: World, worker: SimWorker) -> None:

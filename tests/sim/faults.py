@@ -100,6 +100,9 @@ STALLS = {"freeze", "hang", "hang the write"}
 DELAYS = {"delay an order", "delay a report"}
 LONGEST_DELAY_S = 8.0
 """If `save_timeout_s` is shorter, a delayed message alone makes the last checkpoint too late."""
+LATE_DEATHS = {"kill and report late"}
+LATEST_REPORT_S = 3.0
+"""The same for a death that is reported this late: until then its part is waited for."""
 
 RESTARTS = {"restart", "restart the controller", "take the lease"}
 """After these another controller reads what the one before it has written."""

@@ -9,7 +9,15 @@ from random import Random
 
 from sim.checks import Checks
 from sim.control import Surroundings
-from sim.faults import DELAYS, HARMFUL, LONGEST_DELAY_S, RESTARTS, STALLS
+from sim.faults import (
+    DELAYS,
+    HARMFUL,
+    LATE_DEATHS,
+    LATEST_REPORT_S,
+    LONGEST_DELAY_S,
+    RESTARTS,
+    STALLS,
+)
 from sim.lineage import Part
 from sim.meetings import Meetings
 from sim.nodes import Nodes
@@ -88,8 +96,9 @@ class World:
         state = self.shell.core.state
         self.checks.after_end(outcome, state, self.records, self.storage, self.read)
         struck = {action for _, action, _ in self.struck}
-        is_short = self.policy.save_timeout_s < LONGEST_DELAY_S
-        stalls = STALLS | DELAYS if is_short else STALLS
+        save_timeout_s = self.policy.save_timeout_s
+        stalls = STALLS | (DELAYS if save_timeout_s < LONGEST_DELAY_S else set())
+        stalls |= LATE_DEATHS if save_timeout_s < LATEST_REPORT_S else set()
         is_stalled = "took too long" in outcome.reason and struck & stalls
         storm = len(self.struck) >= self.scenario.policy.max_attempts
         max_start_failures = self.scenario.policy.max_start_failures
