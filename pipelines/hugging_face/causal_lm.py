@@ -13,6 +13,7 @@ from torch.distributed import ProcessGroup
 
 from elastic.geometry.model_limits import Limits
 from elastic.geometry.regions import Region, chunk_interval
+from elastic.geometry.sample_order import keyed_seed
 from pipelines.data.synthetic import RandomWindows
 from pipelines.data.windows import Batch, Samples
 from pipelines.errors import UserError
@@ -37,7 +38,6 @@ from pipelines.training.models.next_token import NextToken
 from pipelines.training.workload.initial_values import draw, slices_of
 from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups
 from pipelines.training.workload.ring import positions
-from pipelines.training.workload.seeds import keyed_generator
 from pipelines.training.workload.workload import ModelShape, ModuleInputs, nothing
 
 MASKS = ("create_causal_mask", "create_sliding_window_causal_mask", "create_masks_for_generate")
@@ -136,7 +136,7 @@ class CausalLMWorkload(NextToken):
         )
         if known is not None:
             return draw(known, name, seed, shape, region, interrupt)
-        key = keyed_generator("initial", seed, name).initial_seed()
+        key = keyed_seed("initial", seed, name)
         return draw_tensor(self.example, base, key)[slices_of(region)].clone()
 
     def feed(

@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 import torch
 
+from pipelines.reading.tensor_rows import RowReader, row_reader
 from pipelines.settings.recipe import Dataset
 
 Part = tuple[int, tuple[int, ...]]
@@ -34,9 +35,17 @@ class PassReader:
     def dataset(self) -> Dataset:
         return self.open_dataset()
 
+    @cached_property
+    def _rows(self) -> RowReader | None:
+        return row_reader(self.dataset, self.collate)
+
     def read(self, request: Request, note: Callable[[int], None] = lambda sample: None) -> Any:
         """The batch of a pass. `note` is called with each sample before it is read, and with `IDLE`
         before `collate`."""
+        if self._rows is not None:
+            samples = [sample for _, part in request for sample in part]
+            note(samples[0])
+            return self._rows(samples)  # draws nothing that a seed would decide
         items = self.items(request, note)
         note(IDLE)
         return self.collate(items)

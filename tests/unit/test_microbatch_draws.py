@@ -18,6 +18,8 @@ Draw = Callable[[Tensor], Tensor]
 DRAWS: dict[str, Draw] = {
     "dropout": lambda x: functional.dropout(x, 0.3),
     "dropout, input by name": lambda x: functional.dropout(input=x, p=0.3),
+    "dropout in place": lambda x: functional.dropout(x * 1.0, 0.3, True, True),
+    "dropout of another order": lambda x: functional.dropout(x.mT, 0.3).mT,
     "dropout of channels": lambda x: functional.dropout1d(x, 0.3),
     "alpha dropout": lambda x: functional.alpha_dropout(x, 0.3, training=True),
     "torch.dropout": lambda x: torch.dropout(x, 0.3, train=True),
@@ -64,7 +66,7 @@ def test_merged_pass_equals_single_microbatches_bit_for_bit(name: str) -> None:
 @pytest.mark.parametrize(
     "draw",
     [
-        lambda x: functional.dropout(x, 0.5, inplace=True),
+        lambda x: functional.dropout1d(x.view(1, 6, 1), 0.5),
         lambda x: torch.rand(4),
         lambda x: x * torch.rand(()),
         lambda x: torch.randperm(len(x)),
@@ -90,4 +92,13 @@ def test_attention_without_dropout_is_computed_in_one_call() -> None:
     draws = MicrobatchDraws(SEEDS, CPU)
     with draws:
         functional.scaled_dot_product_attention(values, values, values)
+    assert not draws.has_divided
+
+
+def test_dropout_of_nothing_is_computed_in_one_call() -> None:
+    values = torch.randn(6, 4)
+    draws = MicrobatchDraws(SEEDS, CPU)
+    with draws:
+        assert functional.dropout(values, 0.0) is values
+        assert functional.dropout(values, 0.3, training=False) is values
     assert not draws.has_divided

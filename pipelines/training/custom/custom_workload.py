@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 from elastic.geometry.model_limits import Limits
 from elastic.geometry.regions import Region
+from elastic.geometry.sample_order import keyed_seed
 from pipelines.errors import UserError
 from pipelines.reading.batch_reads import BatchReads
 from pipelines.reading.endless import Endless
@@ -56,7 +57,7 @@ from pipelines.training.custom.tensor_trial import why_no_tensor_parallelism
 from pipelines.training.models.mlp import MlpWorkload
 from pipelines.training.workload.optimizer import OptimizerFactory
 from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups
-from pipelines.training.workload.seeds import forward_seed, keyed_generator
+from pipelines.training.workload.seeds import forward_seed
 from pipelines.training.workload.state import trained_dims
 from pipelines.training.workload.trees import mapped, tensors_in
 from pipelines.training.workload.workload import (
@@ -144,7 +145,7 @@ class CustomWorkload:
         digest = sha256(f"{length} {self.num_held_out}".encode())
         for number in range(NUM_DIGESTED if length else 1):
             sample = number * max(0, length - 1) // (NUM_DIGESTED - 1)
-            seed_host(keyed_generator("digest", sample).initial_seed())
+            seed_host(keyed_seed("digest", sample))
             batch = self.recipe.collate([self.train[sample]])
             for tensor in tensors_in(batch):
                 value = tensor.detach().cpu().contiguous()
@@ -246,7 +247,7 @@ class CustomWorkload:
         """Read a microbatch; its random augmentation is seeded by the step and the microbatch."""
         seed = torch.initial_seed()
         if held_out:
-            seed = keyed_generator("held out", self.settings.seed, samples[0]).initial_seed()
+            seed = keyed_seed("held out", self.settings.seed, samples[0])
         seed_host(seed)
         self._latest[held_out] = batch = self.collated(samples, held_out)
         return batch

@@ -15,11 +15,11 @@ from torch.overrides import TorchFunctionMode
 from elastic.geometry.sample_order import keyed_seed
 from pipelines.reading.pass_reader import seed_host
 from pipelines.training.workload.drawing import (
-    ATTENTION,
+    DROPOUTS,
     FILLS,
     OF_ELEMENTS,
+    draws,
     first_tensor,
-    has_dropout,
 )
 from pipelines.training.workload.seeds import default_generator, forward_seed, seed_device
 
@@ -51,13 +51,13 @@ class MicrobatchDraws(TorchFunctionMode):
         self.has_divided = False
         self._generator = default_generator(device)
         seed_of = (lambda seed: seed) if device.type == "cuda" else forward_seed
-        self._states: list[Tensor] = []
+        self._generators: list[torch.Generator] = []
         self.seed([seed_of(seed) for seed in seeds])
 
     def seed(self, seeds: Sequence[int]) -> None:
         """Seed the generator of each microbatch."""
         device = self._generator.device
-        self._states = [torch.Generator(device).manual_seed(seed).get_state() for seed in seeds]
+        self._generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
 
     def __torch_function__(
         self, function: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -65,6 +65,9 @@ class MicrobatchDraws(TorchFunctionMode):
         kwargs = kwargs or {}
         if kwargs.get("generator") is None:
             kwargs.pop("generator", None)  # not every function that makes a tensor takes it
+            chosen = _plain_dropout(args, kwargs) if function in DROPOUTS else None
+            if chosen is not None and self._has_equal_parts(chosen.input):
+                return self._drop(chosen)
             if function in OF_ELEMENTS and self._divides(function, args, kwargs):
                 return self._call_for_each(function, args, kwargs)
             if function in FILLS and self._has_equal_parts(args[0]):
@@ -75,18 +78,16 @@ class MicrobatchDraws(TorchFunctionMode):
         return function(*args, **kwargs)
 
     def _divides(self, function: Any, args: Any, kwargs: Any) -> bool:
-        if kwargs.get("inplace"):
-            return False
-        if function is ATTENTION and not has_dropout(args, kwargs):
+        if kwargs.get("inplace") or not draws(function, args, kwargs):
             return False
         return self._has_equal_parts(first_tensor(args, kwargs))
 
     def _has_equal_parts(self, tensor: Tensor) -> bool:
-        return tensor.dim() > 0 and tensor.shape[0] % len(self._states) == 0
+        return tensor.dim() > 0 and tensor.shape[0] % len(self._generators) == 0
 
     def _call_for_each(self, function: Any, args: Any, kwargs: Any) -> Any:
         first = first_tensor(args, kwargs)
-        part_size = first.shape[0] // len(self._states)
+        part_size = first.shape[0] // len(self._generators)
 
         def parts_of(value: Any) -> Sequence[Any]:
             is_divided = (
@@ -94,7 +95,7 @@ class MicrobatchDraws(TorchFunctionMode):
                 and value.dim() == first.dim()
                 and value.shape[0] == first.shape[0]
             )
-            return value.split(part_size) if is_divided else [value] * len(self._states)
+            return value.split(part_size) if is_divided else [value] * len(self._generators)
 
         parts = [parts_of(value) for value in args]
         named = {name: parts_of(value) for name, value in kwargs.items()}
@@ -106,10 +107,20 @@ class MicrobatchDraws(TorchFunctionMode):
             )
         )
 
+    def _drop(self, chosen: _Dropout) -> Tensor:
+        """As torch's dropout on the host computes, with one multiplication for all microbatches."""
+        kept = 1.0 - chosen.p
+        noise = torch.empty_like(chosen.input)
+        self._fill(Tensor.bernoulli_, (noise, kept), {})
+        noise.div_(kept)
+        return chosen.input.mul_(noise) if chosen.inplace else chosen.input * noise
+
     def _fill(self, function: Any, args: Any, kwargs: Any) -> None:
         tensor, *others = args
-        parts = tensor.chunk(len(self._states))
-        self._with_each_state(lambda i: function(parts[i], *others, **kwargs))
+        parts = tensor.chunk(len(self._generators))
+        for part, generator in zip(parts, self._generators, strict=True):
+            function(part, *others, generator=generator, **kwargs)
+        self.has_divided = True
 
     def _make(self, function: Any, args: Any, kwargs: Any) -> Any:
         made = torch.empty(*args, **kwargs)
@@ -119,16 +130,35 @@ class MicrobatchDraws(TorchFunctionMode):
         return made
 
     def _with_each_state(self, call: Callable[[int], Any]) -> list[Any]:
-        """The results of a call for each microbatch, made with its state of the generator."""
-        generator, kept = self._generator, self._generator.get_state()
+        """The results of a call for each microbatch, which draws as from its generator."""
+        default, kept = self._generator, self._generator.get_state()
         self.has_divided = True
         results = []
-        for i, state in enumerate(self._states):
-            generator.set_state(state)
+        for i, generator in enumerate(self._generators):
+            default.set_state(generator.get_state())
             results.append(call(i))
-            self._states[i] = generator.get_state()
-        generator.set_state(kept)
+            generator.set_state(default.get_state())
+        default.set_state(kept)
         return results
+
+
+class _Dropout(NamedTuple):
+    """The arguments of `torch.dropout` or `torch.nn.functional.dropout`."""
+
+    input: Tensor
+    p: float = 0.5
+    training: bool = True
+    inplace: bool = False
+    train: bool = True
+
+
+def _plain_dropout(args: Sequence[Any], kwargs: dict[str, Any]) -> _Dropout | None:
+    """A dropout that draws, of a contiguous tensor on the host; None for another."""
+    chosen = _Dropout(*args, **kwargs)
+    is_plain = chosen.training and chosen.train and 0.0 < chosen.p < 1.0
+    tensor = chosen.input
+    is_on_host = tensor.device.type == "cpu" and tensor.is_contiguous()
+    return chosen if is_plain and is_on_host and tensor.is_floating_point() else None
 
 
 class BlockSeeds:

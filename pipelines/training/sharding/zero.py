@@ -189,11 +189,12 @@ class ZeroSharded:
 
     def _add_hooks(self) -> None:
         """Register hooks, only for backwards that need them: a call costs as much as a small
-        operation."""
+        operation. `reduce` starts the last bucket just as early as a hook would."""
         # A weak reference: the cycle collector does not see a parameter's hooks.
         accumulated: WeakMethod[Callable[[int, int], None]] = WeakMethod(self._accumulated)
+        awaited = self.buckets if self.takes_each_gradient else self.order[:-1]
         for bucket_index, bucket in enumerate(self.buckets):
-            for index, part in enumerate(bucket.parts):
+            for index, part in enumerate(bucket.parts if bucket in awaited else ()):
                 if part.parameter.requires_grad:
                     hook = partial(_call, accumulated, bucket_index, index)
                     self._hooks.append(part.parameter.register_post_accumulate_grad_hook(hook))

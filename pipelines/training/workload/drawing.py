@@ -10,6 +10,8 @@ from torch import Tensor
 from torch.nn import functional
 
 ATTENTION = functional.scaled_dot_product_attention
+DROPOUTS: set[Callable[..., Any]] = {functional.dropout, torch.dropout}
+"""Dropout of single elements."""
 OF_ELEMENTS: set[Callable[..., Any]] = {
     ATTENTION,
     functional.alpha_dropout,
@@ -52,9 +54,9 @@ def drawn_shape(
 
     For the attention it is that of the queries.
     """
-    if kwargs.get("generator") is not None or (function in MASKS and _keeps_all(args, kwargs)):
+    if kwargs.get("generator") is not None:
         return None
-    if function in OF_ELEMENTS and not (function is ATTENTION and not has_dropout(args, kwargs)):
+    if function in OF_ELEMENTS and draws(function, args, kwargs):
         return tuple(first_tensor(args, kwargs).shape)
     if function in FILLS:
         return tuple(args[0].shape)
@@ -62,6 +64,13 @@ def drawn_shape(
         options = {key: value for key, value in kwargs.items() if key == "size"}
         return tuple(torch.empty(*args, **options, device="meta").shape)
     return None
+
+
+def draws(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of one of `OF_ELEMENTS` draws; a dropout of nothing returns its input."""
+    if function is ATTENTION:
+        return has_dropout(args, kwargs)
+    return not (function in MASKS and _keeps_all(args, kwargs))
 
 
 def _keeps_all(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:

@@ -20,7 +20,7 @@ def keyed_generator(*key: str | int) -> Generator:
 def forward_seed(seed: int) -> int:
     """The seed of a pass' forward on the host, given that of its (first) microbatch. It differs
     from the microbatch's, which its reading uses, perhaps in another process."""
-    return keyed_generator("forward", seed).initial_seed()
+    return keyed_seed("forward", seed)
 
 
 def seed_device(device: torch.device, seed: int) -> None:
