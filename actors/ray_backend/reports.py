@@ -11,7 +11,7 @@ from elastic.protocol.commands import Order
 from elastic.protocol.events import ComputeTimed, Event, StepCommitted
 from elastic.protocol.reattachment import Outbox
 
-STEPS_EVERY_S = 0.1
+STEPS_EVERY_S = 0.25
 """A message costs both sides a millisecond of a core. The controller is not on the path of a step,
 and after a failure the survivors report the records that it does not have."""
 
