@@ -17,6 +17,7 @@ from pipelines.hugging_face.building import (
     tensor_plan,
     text_config,
 )
+from pipelines.hugging_face.routing.router_loss import OPTION, has_router_loss
 from pipelines.hugging_face.transformers_private import undivided_classes
 from pipelines.training.attention.attention_interface import why_no_ring
 from pipelines.training.workload.workload import Layer, ModelShape, Style
@@ -39,6 +40,10 @@ EXPERTS = "moe_tp_experts"
 """The plan's style of experts, which are replicated here."""
 
 NO_EP = "the experts of a transformers model are not distributed"
+PART_ALONE = (
+    "the load-balancing loss of routers is not linear in the tokens and layers of a microbatch, of "
+    f"which a rank has a part: --set model.config.{OPTION}=false"
+)
 NOISE = ("jitter",)
 RANDOM_FIELDS = ("dropout", "pdrop", *NOISE)
 """Parts of the names of config fields that make a pass draw torch's random numbers."""
@@ -83,8 +88,9 @@ def anatomy_of(model: nn.Module) -> Anatomy:
     styles, no_tp = _styles(model, head)
     layers, no_pp = _layers(model, blocks, embedding, head)
     randomness = _why_random(model.config)
-    no_pp = no_pp or randomness
-    no_cp = randomness or why_no_ring(model, len(blocks))
+    part_alone = PART_ALONE if has_router_loss(model) else ""
+    no_pp = no_pp or randomness or part_alone
+    no_cp = randomness or part_alone or why_no_ring(model, len(blocks))
     # Each rank draws for the whole activations of a layer; experts read values, so that it is
     # unknown which these are.
     has_layers = any(layer.modules for layer in layers)

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from actors.distributed.torch_private import direct_buffers, direct_parameters, transient_buffers
 from pipelines.data.transformers_library import library
 from pipelines.errors import UserError
+from pipelines.hugging_face.routing.router_loss import refuse_unknown_router_loss
 from pipelines.hugging_face.transformers_private import initialise, initialises
 from pipelines.settings.home import expand_home
 from pipelines.training.workload.initial_values import Distribution
@@ -44,11 +45,6 @@ def config_of_model(fields: dict[str, Any]) -> Any:
         raise UserError(f"{subject}: {_one_line(error)}") from None
     if type(config) not in transformers.MODEL_FOR_CAUSAL_LM_MAPPING:
         raise UserError(f"{subject} is not a causal language model of transformers")
-    if getattr(config, "output_router_logits", False):
-        raise UserError(
-            f"{subject}: the load-balancing loss of its router is not computed; "
-            "--set model.config.output_router_logits=false"
-        )
     return config
 
 
@@ -75,6 +71,7 @@ def build(fields: dict[str, Any], attention: str | None = None) -> nn.Module:
             "later ones: --set model.config.is_decoder=true, or train it by a custom recipe "
             "(docs/architectures.md)"
         )
+    refuse_unknown_router_loss(model)
     model.config.use_cache = False
     _fill_buffers(model)
     assert isinstance(model, nn.Module)

@@ -32,6 +32,7 @@ from pipelines.hugging_face.building import (
     output_embedding,
     text_config,
 )
+from pipelines.hugging_face.routing.router_loss import RoutedLogits, has_router_loss, routed_logits
 from pipelines.settings import HuggingFaceSettings, LoraSettings
 from pipelines.training.attention import attention_interface
 from pipelines.training.models.next_token import NextToken
@@ -96,6 +97,12 @@ class CausalLMWorkload(NextToken):
                 "sequence: --set data.attend_across_documents=true"
             )
 
+    @property
+    def why_unmergeable(self) -> str | None:
+        if has_router_loss(self.example):
+            return "the load-balancing loss of the routers is that of a microbatch"
+        return None
+
     def module(self, parallel: ParallelGroups = ALONE) -> nn.Module:
         if parallel.cp is not None:
             attention_interface.register()
@@ -154,6 +161,13 @@ class CausalLMWorkload(NextToken):
             keywords = {"positions": keywords["positions"][:, held], "documents": documents}
         return ModuleInputs(inputs.to(device), keywords, targets.to(device))
 
+    def loss(self, output: Tensor, targets: Tensor, parallel: ParallelGroups) -> Tensor:
+        """The cross-entropy of the targets, and the routers' loss for each of them, summed."""
+        if not isinstance(output, RoutedLogits):
+            return super().loss(output, targets, parallel)
+        total = super().loss(output.logits, targets, parallel)
+        return total + self.num_tokens(targets) * output.imbalance.to(total.dtype)
+
     def flowing(self, layer: int, num_samples: int, parallel: ParallelGroups) -> Tensor:
         held = len(positions(self.seq_len, parallel.cp_rank, parallel.num_cp))
         if layer == 0:
@@ -183,18 +197,19 @@ def separates_documents(model: nn.Module) -> bool:
 
 def staged_forward(
     model: nn.Module, anatomy: Anatomy, ring: ProcessGroup | None = None
-) -> Callable[..., Tensor]:
+) -> Callable[..., Tensor | RoutedLogits]:
     """The forward of a pipeline stage, which replaces the model's.
 
     It maps tokens, or hidden states of the stage before, to logits or hidden states for the next
-    stage. `positions` (batch, length) restart with each document. If the tokens of a sequence are
-    sharded over the group `ring`, `documents` are those of all tokens.
+    stage, and to the loss of the routers if the config requests it. `positions` (batch, length)
+    restart with each document. If the tokens of a sequence are sharded over the group `ring`,
+    `documents` are those of all tokens.
     """
     whole: Callable[..., Any] = model.forward
 
     def forward(
         hidden: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
-    ) -> Tensor:
+    ) -> Tensor | RoutedLogits:
         inputs: dict[str, Any] = {
             ("inputs_embeds" if hidden.is_floating_point() else "input_ids"): hidden
         }
@@ -207,7 +222,10 @@ def staged_forward(
             base: Any = model.base_model
             flowing: Tensor = base(**inputs, use_cache=False).last_hidden_state
             return flowing
-        logits: Tensor = whole(**inputs, use_cache=False).logits
+        output = whole(**inputs, use_cache=False)
+        if has_router_loss(model):
+            return routed_logits(model, output)
+        logits: Tensor = output.logits
         return logits
 
     return forward

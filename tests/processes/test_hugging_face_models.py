@@ -189,10 +189,6 @@ UNUSABLE_CONFIGS = {
     "no language model": ({"model_type": "vit"}, "not a causal language model"),
     "quantised": ({"model_type": "llama", "quantization_config": {"a": 1}}, "quantization_config"),
     "bad value": ({"model_type": "llama", "hidden_size": 50, "num_attention_heads": 4}, "multiple"),
-    "balance loss": (
-        {"model_type": "mixtral", "output_router_logits": True},
-        "load-balancing loss",
-    ),
 }
 
 

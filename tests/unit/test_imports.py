@@ -54,7 +54,7 @@ LEVELS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("observe/sidecar",),
         ("observe/tracking",),
         ("observe/view", "hugging_face", "loop", "callbacks"),
-        ("loop/prepared",),
+        ("loop/prepared", "hugging_face/routing"),
         ("observe/history", "training"),
         ("observe", "training/replica"),
         ("training/custom",),

@@ -1,0 +1,1 @@
+"""Mixtures of experts in models of `transformers`: the loss of their routers."""
