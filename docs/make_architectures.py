@@ -32,7 +32,6 @@ SHORT = {
     "no tensor parallel plan": "no plan",
     "no pipeline plan": "no plan",
     "shards none of its layers": "only experts in its plan",
-    "ties weights of two stages": "tied",
     "has no experts": "no experts",
     "experts of a transformers model": "experts are replicated",
     "sliding_window=": "sliding window",

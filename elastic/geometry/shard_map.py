@@ -69,21 +69,26 @@ class Sharding:
     """How one tensor lies on the world ranks of one layout.
 
     `cuts` are in the order in which they are made. `copies` are the axes that replicate, from
-    the outermost inwards. `stage` are the world ranks of the tensor's pipeline stage.
+    the outermost inwards. `stages` are the world ranks of the tensor's pipeline stage, or of both
+    stages if it ties the first to the last one.
     """
 
     shape: tuple[int, ...]
     cuts: tuple[AxisCut, ...]
     copies: tuple[Axis, ...]
-    stage: range
+    stages: tuple[range, ...]
 
     @property
     def num_copies(self) -> int:
         """The number of ranks that hold each element."""
         return prod(axis.degree for axis in self.copies)
 
+    def is_held_by(self, world_rank: int) -> bool:
+        """Whether a rank is on a stage of the tensor, so that it holds a region of it."""
+        return any(world_rank in stage for stage in self.stages)
+
     def region(self, world_rank: int) -> Region:
-        """The region that a rank of the stage holds, possibly empty."""
+        """The region that a rank of the stages holds, possibly empty."""
         region = Region.whole(self.shape)
         for cut in self.cuts:
             degree, stride = cut.axis
@@ -120,7 +125,7 @@ class Sharding:
 
     def first_holders(self) -> list[int]:
         """The first holders of all regions, empty regions included, ascending."""
-        ranks = [self.stage.start]
+        ranks = [self.stages[0].start]
         for cut in reversed(self.cuts):
             degree, stride = cut.axis
             ranks = [rank + i * stride for rank in ranks for i in range(degree)]
@@ -128,7 +133,7 @@ class Sharding:
 
     def overlaps(self, wanted: Region) -> list[tuple[int, Region]]:
         """The regions that overlap `wanted`: the first holder and the overlap of each."""
-        chunks = [(self.stage.start, Region.whole(self.shape))]
+        chunks = [(self.stages[0].start, Region.whole(self.shape))]
         for cut in self.cuts:
             chunks = [
                 (first + i * cut.axis.stride, cut.part(region, i))
@@ -152,11 +157,13 @@ def sharding_of(spec: TensorSpec, layout: Layout) -> Sharding:
         elif degree > 1:
             copies.insert(0, Axis(degree, stride))
         stride *= degree
-    stage = range(0, stride)
-    if spec.layer is not None:
-        first = stage_of(spec, layout) * stride
-        stage = range(first, first + stride)
-    return Sharding(spec.shape, tuple(cuts), tuple(copies), stage)
+    first = stage_of(spec, layout) * stride
+    stages = [range(first, first + stride)]
+    if spec.ties_ends and layout.pp > 1:
+        last = (layout.pp - 1) * stride
+        copies.insert(0, Axis(2, last))
+        stages.append(range(last, last + stride))
+    return Sharding(spec.shape, tuple(cuts), tuple(copies), tuple(stages))
 
 
 def stage_of(spec: TensorSpec, layout: Layout) -> int:
@@ -180,6 +187,7 @@ def alike(spec: TensorSpec, *layouts: Layout) -> tuple[object, ...]:
         spec.ep_dim,
         spec.kind,
         spec.layer is None,
+        spec.ties_ends,
         *[stage_of(spec, layout) for layout in layouts],
         *[_owner(spec, layout) for layout in layouts],
     )
@@ -193,7 +201,7 @@ def region_of(spec: TensorSpec, layout: Layout, coordinates: Coordinates) -> Reg
     """
     sharding = sharding_of(spec, layout)
     world_rank = layout.world_rank(coordinates)
-    return sharding.region(world_rank) if world_rank in sharding.stage else None
+    return sharding.region(world_rank) if sharding.is_held_by(world_rank) else None
 
 
 def copies_of(spec: TensorSpec, layout: Layout) -> int:

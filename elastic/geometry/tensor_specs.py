@@ -58,7 +58,8 @@ class TensorSpec:
     """One logical tensor: its whole shape, and which dim each axis splits.
 
     `layer` is the layer of the tensor (None: every pipeline stage holds it). `layer_costs` are
-    the costs of all layers, by which layers are dealt to stages (only needed if `pp` > 1).
+    the costs of all layers, by which layers are dealt to stages (only needed if `pp` > 1). A tensor
+    of layer 0 that `ties_ends` lies on the last stage too, as the weight of a tied head does.
     `fsdp_dim`, `tp_dim` and `ep_dim` are the dims that these axes split (None: the axis
     replicates). A tensor with an `ep_dim` belongs to experts. With an `ownership`, `fsdp` gives
     the whole tensor to one rank, and each other rank an empty part in `fsdp_dim`. `dtype` is a key
@@ -75,6 +76,7 @@ class TensorSpec:
     kind: Kind = "parameter"
     layer_costs: tuple[int, ...] = ()
     ownership: Ownership | None = None
+    ties_ends: bool = False
 
     @property
     def itemsize_bytes(self) -> int:

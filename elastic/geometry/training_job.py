@@ -46,7 +46,8 @@ class MemoryFacts:
     that is the stored one. `gradient_bytes` are those of all gradients (0: as many as of
     parameters). The largest of `num_blocks` has `block_bytes` of parameters, and all parameters
     outside of blocks have `root_bytes`. `layers` has, for each pipeline layer, the bytes of its
-    parameters that `tp` cuts, and of the others, without experts. `passes` are trials, one for
+    parameters that `tp` cuts, and of the others, without experts; `tied` are those of the first
+    layer that the last one has too. `passes` are trials, one for
     each degree of `tp` tried. `merges`: a pass may have several microbatches. `sums_whole`: at
     stage 3 whole gradients are summed over the microbatches of a step. `keeps_gathered`: blocks
     keep their gathered parameters from forward to backward. `offloads`: shards and the
@@ -59,6 +60,7 @@ class MemoryFacts:
     block_bytes: int = 0
     root_bytes: int = 0
     layers: tuple[tuple[int, int], ...] = ()
+    tied: tuple[int, int] = (0, 0)
     passes: tuple[PassMemory, ...] = ()
     merges: bool = False
     sums_whole: bool = False

@@ -138,7 +138,10 @@ def _dense_params(job: Job, layout: Layout, pp_rank: int) -> float:
     costs = job.layer_costs or (1,) * len(layers)
     own = _layers_of(costs, layout.pp, layout.vp, pp_rank)
     everywhere = job.param_bytes - job.expert_param_bytes - sum(map(sum, layers))
-    return everywhere + sum(layers[n][0] / layout.tp + layers[n][1] for n in own)
+    parts = [layers[number] for number in own]
+    if len(layers) - 1 in own and 0 not in own:
+        parts.append(job.memory.tied)
+    return everywhere + sum(cut / layout.tp + whole for cut, whole in parts)
 
 
 @lru_cache(maxsize=1024)

@@ -20,8 +20,8 @@ MAX_WRITERS = 8
 BYTES_PER_WRITER = 256 << 20
 """Bytes for each writer: less is not worth another file."""
 
-Replicas = tuple[range, tuple[Axis, ...]]
-"""The stage and the replicating axes: tensors that share both have the same groups of holders."""
+Replicas = tuple[tuple[range, ...], tuple[Axis, ...]]
+"""The stages and the replicating axes: tensors that share both have the same groups of holders."""
 
 
 class Writers:
@@ -78,7 +78,7 @@ def tensors_to_write(
     chosen = Writers(specs, assignment.layout, assignment.members, writers)
     indices: list[int] = []
     for index, sharding in enumerate(chosen.shardings):
-        if world_rank not in sharding.stage or not sharding.region(world_rank).num_elements:
+        if not sharding.is_held_by(world_rank) or not sharding.region(world_rank).num_elements:
             continue
         if chosen.writer(index, sharding.first_holder(world_rank)) == world_rank:
             indices.append(index)
@@ -109,4 +109,4 @@ def writers_of(
 
 
 def _replicas(sharding: Sharding) -> Replicas:
-    return sharding.stage, sharding.copies
+    return sharding.stages, sharding.copies

@@ -87,7 +87,7 @@ def uncovered(
     Raises `InvalidSpec`.
     """
     held = sorted(set(world_ranks))
-    lacking: dict[tuple[tuple[Axis, ...], range], list[int]] = {}
+    lacking: dict[tuple[tuple[Axis, ...], tuple[range, ...]], list[int]] = {}
     checked = set()
     for spec in specs:
         key = alike(spec, layout)
@@ -95,7 +95,7 @@ def uncovered(
             continue
         checked.add(key)
         sharding = sharding_of(spec, layout)
-        fold = (sharding.copies, sharding.stage)
+        fold = (sharding.copies, sharding.stages)
         if fold not in lacking:
             lacking[fold] = _lacking(sharding, held)
         if any(sharding.region(rank).num_elements for rank in lacking[fold]):
@@ -144,8 +144,9 @@ def _world_ranks(group: Sequence[Holding]) -> list[int]:
 
 def _lacking(sharding: Sharding, held: Sequence[int]) -> list[int]:
     """The first holders of the regions that no held rank has."""
-    stage = sharding.stage
-    folded = set(held[bisect_left(held, stage.start) : bisect_left(held, stage.stop)])
+    folded: set[int] = set()
+    for stage in sharding.stages:
+        folded.update(held[bisect_left(held, stage.start) : bisect_left(held, stage.stop)])
     for degree, stride in sharding.copies:
         folded = {rank - rank // stride % degree * stride for rank in folded}
     if len(folded) == prod(cut.axis.degree for cut in sharding.cuts):

@@ -154,7 +154,7 @@ def _is_covered_without(assignment: Assignment, ranks: Sequence[int]) -> bool:
     for spec in substitute_specs(assignment.layout):
         sharding = sharding_of(spec, assignment.layout)
         for rank in ranks:
-            if rank not in sharding.stage:
+            if not sharding.is_held_by(rank):
                 continue
             first = sharding.first_holder(rank)
             holders = (sharding.holder(first, i) for i in range(sharding.num_copies))

@@ -195,13 +195,13 @@ def shard_exchange_of(
     """
     new = sharding_of(spec, reshard.new.layout)
     new_region = None
-    if this.new_rank is not None and this.new_rank in new.stage:
+    if this.new_rank is not None and new.is_held_by(this.new_rank):
         new_region = new.region(this.new_rank)
     num_wanted = new_region.num_elements if new_region else 0
     if reshard.old is None or not holders.parts:
         return ShardExchange([], new_region, False, [], [], [], 0, num_wanted)
     old = sharding_of(spec, reshard.old.layout)
-    old_regions = [(part, old.region(part)) for part in this.parts if part in old.stage]
+    old_regions = [(part, old.region(part)) for part in this.parts if old.is_held_by(part)]
     own = (this.parts[0], new_region) if this.is_live_holder else None
     kept = bool(old_regions and old_regions[0] == own)
     copies, receives = ([], []) if kept else _gather(spec, old, new, holders, this)
@@ -224,7 +224,7 @@ def _gather(
     """The pieces of this worker's new region: those that it has, and those that peers send."""
     copies: list[tuple[Region, int]] = []
     receives: list[tuple[Region, int, int]] = []
-    if this.new_rank is None or this.new_rank not in new.stage:
+    if this.new_rank is None or not new.is_held_by(this.new_rank):
         return copies, receives
     copy_index = new.copy_index(this.new_rank)
     for first_holder, region in old.overlaps(new.region(this.new_rank)):
@@ -247,7 +247,7 @@ def _sends(
 ) -> Iterator[tuple[Region, int, int]]:
     """The pieces of this worker's parts that other workers lack and receive from it."""
     for part in this.parts:
-        if part not in old.stage:
+        if not old.is_held_by(part):
             continue
         first_old = old.first_holder(part)
         available = holders.available_holders(old, first_old)
@@ -262,6 +262,6 @@ def _sends(
 def _part_with(old: Sharding, first_holder: int, parts: tuple[int, ...]) -> int | None:
     """The first of these parts that has this old region, or None."""
     for part in parts:
-        if part in old.stage and old.first_holder(part) == first_holder:
+        if old.is_held_by(part) and old.first_holder(part) == first_holder:
             return part
     return None

@@ -20,6 +20,7 @@ from pipelines.hugging_face.building import (
 from pipelines.hugging_face.routing.router_loss import OPTION, has_router_loss
 from pipelines.hugging_face.transformers_private import undivided_classes
 from pipelines.training.attention.attention_interface import why_no_ring
+from pipelines.training.workload.layer_tensors import other_tie
 from pipelines.training.workload.workload import Layer, ModelShape, Style
 
 STYLES: dict[str, Style | None] = {
@@ -203,8 +204,6 @@ def _layers(
     if not plan or not blocks:
         return whole, f"{type(model).__name__} has no pipeline plan"
     weights = dict(model.named_parameters(remove_duplicate=False))
-    if len(weights) != len(dict(model.named_parameters())):
-        return whole, "it ties weights of two stages; set tie_word_embeddings=false to untie them"
     inner = [name for name in plan if name.startswith(f"{model.base_model_prefix}.")]
     outer = [name for name in plan if name not in inner]
     layer_list = blocks[0].rpartition(".")[0]
@@ -222,6 +221,8 @@ def _layers(
     for name in weights:
         if not any(name.startswith(f"{module}.") for module in known):
             return whole, f"its pipeline plan leaves out {name}"
+    if (names := other_tie(layers, model)) is not None:
+        return whole, f"{names[0]} and {names[1]} are one weight of layers between the ends"
     return layers, ""
 
 

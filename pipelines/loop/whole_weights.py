@@ -44,9 +44,9 @@ def gather_whole(
 def _gathered(spec: TensorSpec, local: Tensor | None, groups: Groups) -> Tensor:
     sharding = sharding_of(spec, groups.layout)
     whole = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=groups.device)
-    for rank in sharding.stage:
+    for rank in sharding.first_holders():
         region = sharding.region(rank)
-        if sharding.first_holder(rank) != rank or not region.num_elements:
+        if not region.num_elements:
             continue
         part = torch.empty(region.shape, dtype=whole.dtype, device=whole.device)
         if rank == groups.world_rank:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 import torch
@@ -71,6 +73,15 @@ class Net(nn.Module):
         return self.head(hidden)
 
 
+class TiedNet(Net):
+    """The head has the weight of the embedding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed.weight.requires_grad_(True)
+        self.head.weight = self.embed.weight
+
+
 def loss(model, batch):
     """The loss over the known tokens, whose number differs between microbatches. In training it
     draws before and after the model."""
@@ -108,15 +119,19 @@ def recipe() -> Recipe:
     )
 
 
+def tied_recipe() -> Recipe:
+    return replace(recipe(), model=TiedNet, plan={})
+
+
 CUSTOM_SETTINGS = with_custom_model(recipe()).settings
 
 
 def train_in_one_process(
-    microbatch: int,
+    microbatch: int, make_net: Callable[[], Net] = Net
 ) -> tuple[list[float], dict[int, list[float]], dict[str, torch.Tensor]]:
     """Return the loss of each step, loss and accuracy of each evaluation, and the final state."""
     torch.manual_seed(SETTINGS.seed)
-    net, data = Net().double(), Tokens()
+    net, data = make_net().double(), Tokens()
     sgd = optimizer([(name, p) for name, p in net.named_parameters() if p.requires_grad])
     losses, evaluations, seeds = [], {}, SeedsOfBlocks(net)
     for step in range(1, SETTINGS.steps + 1):

@@ -9,22 +9,24 @@ from typing import Any
 import custom_chain
 import pytest
 import torch
-from harness import run_in_processes
+from harness import Outcome, run_in_processes
 from test_snapshots import kill
 
-from elastic.protocol.events import WorkerDraining
+from actors.runtime.fault_spec import Fault
+from elastic.geometry.target_layout import TargetLayout
+from elastic.protocol.events import LayoutRequested, WorkerDraining
 from pipelines.training.checkpoint.weights import load_weights
 
 RECIPE = f"{Path(custom_chain.__file__)}:recipe"
 
 
 @cache
-def plain_results(microbatch: int):
+def plain_results(microbatch: int, make_net: type[custom_chain.Net] = custom_chain.Net):
     """Train with one thread: two that wait for each other are ten times slower under load."""
     num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
-        return custom_chain.train_in_one_process(microbatch)
+        return custom_chain.train_in_one_process(microbatch, make_net)
     finally:
         torch.set_num_threads(num_threads)
 
@@ -68,7 +70,37 @@ def test_custom_pipeline_killed_and_resized_equals_the_plain_loop(
     resumes = run.lines_of("Resume")
     assert [line["layout"] for line in resumes][:2] == trained_layouts
     assert resumes[1]["step"] > 0, "from snapshots"
-    losses, expected_evaluations, state = plain_results(settings.microbatch)
+    assert_equals(run, *plain_results(settings.microbatch))
+
+
+@pytest.mark.slow
+def test_tied_head_of_a_killed_pipeline_trains_as_one_process_under_other_layouts(
+    tmp_path: Path,
+) -> None:
+    """The first and the last stage each have the weight, also where middle stages lack it."""
+    layouts = {12: "pp=3", 40: "pp=2"}
+    run = run_in_processes(
+        tmp_path,
+        custom_chain.CUSTOM_SETTINGS,
+        3,
+        layout="pp=2",
+        due=tuple(
+            (step, LayoutRequested(layout, TargetLayout.parse(layout)))
+            for step, layout in layouts.items()
+        ),
+        faults=(Fault("kill", "w2", 20, "compute"),),
+        recipe=f"{Path(custom_chain.__file__)}:tied_recipe",
+        snapshot_every=1,
+    )
+    assert run.stopped.outcome == "completed", run.stopped
+    trained = [line["layout"] for line in run.lines_of("Resume")]
+    assert trained == ["pp=2", "pp=3", "dp=2", "pp=2"], run.story()
+    assert_equals(run, *plain_results(custom_chain.SETTINGS.microbatch, custom_chain.TiedNet))
+
+
+def assert_equals(
+    run: Outcome, losses: list[float], expected_evaluations: dict[int, Any], state: dict[str, Any]
+) -> None:
     assert list(run.losses().values()) == pytest.approx(losses, rel=1e-9)
     evaluations = {
         line["step"]: [line["loss"], dict(line["metrics"])] for line in run.lines_of("Evaluated")
@@ -78,6 +110,6 @@ def test_custom_pipeline_killed_and_resized_equals_the_plain_loop(
         assert evaluations[step][0] == pytest.approx(held_out_loss, rel=1e-9)
         assert evaluations[step][1] == {"accuracy": pytest.approx(accuracy)}
     actual = load_weights(run.folder)
-    assert actual.keys() == state.keys()
+    assert state.keys() - actual.keys() <= {"head.weight"}, "tied parameters are stored once"
     for name, value in actual.items():
         torch.testing.assert_close(value, state[name], rtol=1e-9, atol=1e-11)

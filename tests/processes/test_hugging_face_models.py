@@ -77,6 +77,9 @@ CASES = [
     Case("llama", "cp=2,tp=2"),
     Case("qwen3", "pp=2,cp=2", 2),
     Case("tied", "fsdp=2,cp=2"),
+    Case("tied", "pp=2,fsdp=2"),
+    Case("tied", "pp=2,tp=2,zero=2"),
+    Case("tied", "pp=3"),
 ]
 
 
@@ -167,7 +170,6 @@ def test_initial_values_are_those_of_the_folder_or_of_transformers(tmp_path: Pat
 UNSUPPORTED = {
     "cp": ("mistral", "cp=2", "sliding_window=4096"),
     "ep": ("mixtral", "fsdp=2,ep=2", "not distributed"),
-    "tied stages": ("tied", "pp=2", "tie_word_embeddings=false"),
     "odd heads": ("qwen2", "tp=4", "tp=4 does not divide 2"),
 }
 

@@ -47,7 +47,8 @@ def specs(draw: st.DrawFn, name: str = "t") -> TensorSpec:
     shape = tuple(draw(st.lists(st.sampled_from(SIZES), max_size=3)))
     dims = st.sampled_from([*range(len(shape)), *range(len(shape)), None])
     layer_costs = draw(st.sampled_from([(1,) * 5, (0, 3, 3, 3, 3, 3, 8)]))
-    layer = draw(st.none() | st.integers(0, len(layer_costs) - 1))
+    ties_ends = draw(st.sampled_from([False, False, False, True]))
+    layer = 0 if ties_ends else draw(st.none() | st.integers(0, len(layer_costs) - 1))
     return TensorSpec(
         name=name,
         shape=shape,
@@ -58,6 +59,7 @@ def specs(draw: st.DrawFn, name: str = "t") -> TensorSpec:
         ep_dim=draw(st.sampled_from([None, None, draw(dims)])),
         kind=draw(st.sampled_from(["parameter", "optimizer", "buffer"])),
         layer_costs=layer_costs,
+        ties_ends=ties_ends,
         ownership=draw(st.sampled_from([None, None, *deal_out([4, 1, 7, 2, 2])])),
     )
 
@@ -68,6 +70,6 @@ def spec_lists() -> st.SearchStrategy[list[TensorSpec]]:
         lambda drawn: [
             *drawn,
             drawn[0],
-            *(replace(drawn[0], layer=i) for i in (0, 4)[: len(drawn)]),
+            *(replace(drawn[0], layer=i, ties_ends=False) for i in (0, 4)[: len(drawn)]),
         ]
     )

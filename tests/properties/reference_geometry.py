@@ -124,7 +124,9 @@ def _box(region: Region) -> tuple[slice, ...]:
 def _held(spec: TensorSpec, layout: Layout, place: tuple[int, ...]) -> Mask:
     pp, _, fsdp, cp, tp = place
     mask = np.zeros(spec.shape, dtype=np.bool_)
-    if spec.layer is not None and spec.layer not in _layers(pp, layout, spec.layer_costs):
+    own_layers = _layers(pp, layout, spec.layer_costs)
+    held_layers = {spec.layer, len(spec.layer_costs) - 1} if spec.ties_ends else {spec.layer}
+    if spec.layer is not None and not held_layers & set(own_layers):
         return mask
     indices_by_dim = [list(range(size)) for size in spec.shape]
     sharded = {"parameter": layout.zero > 0, "optimizer": layout.zero > 0, "buffer": False}

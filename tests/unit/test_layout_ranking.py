@@ -52,6 +52,14 @@ def test_seven_billion_parameters_on_eight_gpus_are_sharded() -> None:
     assert not replicas.is_fitting and "optimizer" in replicas.reason
 
 
+def test_last_stage_also_has_the_weight_of_a_tied_head() -> None:
+    tied = replace(SEVEN, memory=replace(SEVEN.memory, tied=(0, 4 * 10**11)))
+    layout = Layout(pp=8, fsdp=4)
+    more = worker_memory(tied, layout).total - worker_memory(SEVEN, layout).total
+    assert more > 10**11
+    assert worker_memory(tied, Layout(dp=8)) == worker_memory(SEVEN, Layout(dp=8))
+
+
 def test_fitting_layouts_come_first_and_by_seconds() -> None:
     ranking = rank_layouts(SEVEN, WORKPLACE, 64)
     fitting = [estimate for estimate in ranking.estimates if estimate.is_fitting]

@@ -17,6 +17,7 @@ from actors.distributed.torch_private import is_view
 from pipelines.errors import UserError
 from pipelines.settings.overrides import similar_names
 from pipelines.training.custom.microbatch_draws import PassSeeds
+from pipelines.training.workload.layer_tensors import other_tie
 from pipelines.training.workload.workload import Layer, Style, nothing, starred
 
 
@@ -116,24 +117,25 @@ def _has_sharded_output(
 
 
 def why_not_sequential(
-    module: nn.Module, parts: Sequence[str], blocks: Sequence[str]
+    module: nn.Module, parts: Sequence[str], blocks: Sequence[str], layers: Sequence[Layer]
 ) -> str | None:
     """The reason why the parts cannot be on different stages, or None.
 
-    `blocks` are the modules that are sharded one by one.
+    `blocks` are the modules that are sharded one by one, `layers` are those of the parts.
     """
-    owner: dict[Tensor, str] = {}
-    tensors = [
-        *module.named_parameters(remove_duplicate=False),
-        *module.named_buffers(remove_duplicate=False),
-    ]
-    persistent = module.state_dict(keep_vars=True).keys()
-    for name, value in tensors:
-        part = next((part for part in parts if _is_within(name, part)), None)
-        if part is None and name in persistent:
+    for name in module.state_dict():
+        if not any(_is_within(name, part) for part in parts):
             return f"the recipe's pipeline leaves out {name}; move it into a block"
-        if part is not None and owner.setdefault(value, part) != part:
-            return f"{owner[value]} and {part} of the recipe's pipeline share {name}"
+    owner: dict[Tensor, str] = {}
+    for name, buffer in module.named_buffers(remove_duplicate=False):
+        part = next((part for part in parts if _is_within(name, part)), None)
+        if part is not None and owner.setdefault(buffer, part) != part:
+            return f"{owner[buffer]} and {part} of the recipe's pipeline share {name}"
+    if (names := other_tie(layers, module)) is not None:
+        return (
+            f"{names[0]} and {names[1]} of the recipe's pipeline are one weight, which only the "
+            "first and the last block with weights can share"
+        )
     for block in blocks:
         if any(_is_within(part, block) and part != block for part in parts):
             return f"{block} is sharded as one, but the recipe's pipeline splits it: set `blocks`"

@@ -45,10 +45,8 @@ def shape_of(
     """
     styles = _styles(module, plan)
     parts = parts_of(module, pipeline)
-    no_pp = why_not_sequential(module, parts, blocks) if parts else NO_PIPELINE
     unknown = {axis: why for axis, why in REFUSED.items() if axis != "cp" or not has_sequence}
     refused = [*unknown.items(), *([] if styles else [("tp", NO_PLAN)])]
-    refused += [("pp", no_pp)] if no_pp else []
     widths = [
         _width(module.get_submodule(name), style)
         for name, style in styles.items()
@@ -56,6 +54,8 @@ def shape_of(
     ]
     divides = tp_divides or (gcd(*widths) or None if styles else 1)
     layers = layers_of(module, parts, styles) or (Layer((), 1),)
+    no_pp = why_not_sequential(module, parts, blocks, layers) if parts else NO_PIPELINE
+    refused += [("pp", no_pp)] if no_pp else []
     limits = Limits(tp_divides=divides, num_layers=len(layers), refused=tuple(refused))
     return ModelShape(layers, limits, styles, sequence_parallel=False)
 

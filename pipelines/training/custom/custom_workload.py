@@ -55,6 +55,7 @@ from pipelines.training.custom.optimizer_checks import NOT_CUT, uncut_parameters
 from pipelines.training.custom.pipeline_trial import why_no_pipeline
 from pipelines.training.custom.tensor_trial import why_no_tensor_parallelism
 from pipelines.training.models.mlp import MlpWorkload
+from pipelines.training.passes.stage_modules import SharedParameters
 from pipelines.training.workload.optimizer import OptimizerFactory
 from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups
 from pipelines.training.workload.seeds import forward_seed
@@ -159,7 +160,8 @@ class CustomWorkload:
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
         """The blocks of the whole module that this stage has."""
         modules = dict(module.named_modules(remove_duplicate=False))
-        return [modules[name] for name in self._names_of_blocks if name in modules]
+        held = (modules[name] for name in self._names_of_blocks if name in modules)
+        return [block for block in held if not isinstance(block, SharedParameters)]
 
     def shape(self) -> ModelShape:
         return self._shape

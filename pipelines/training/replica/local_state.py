@@ -36,13 +36,15 @@ class LocalState:
         optimizer_factory: OptimizerFactory,
         device: torch.device,
         whole_parameters: Collection[str] = (),
+        tied: Collection[str] = (),
     ) -> None:
         """Take modules on the meta device: shapes without values. The `whole_parameters` are those
-        of the workload."""
+        of the workload; the `tied` ones lie on two pipeline stages."""
         self.sharded = sharded
         self.optimizer_factory = optimizer_factory
         self.device = device
         self.whole_parameters = whole_parameters
+        self.tied = tied
         self._read_modules()
         num_dims = {name: shard.ndim for name, shard in self._trained().items()}
         templates = state_templates(optimizer_factory, num_dims, stored_dtype(settings))
@@ -156,6 +158,11 @@ class LocalState:
         weights = [1 / self._num_copies[name] for name in tensors]
         return squares, torch.tensor(weights, dtype=torch.float64, device=squares.device)
 
+    def trained_ties(self) -> list[str]:
+        """The tied parameters that this rank trains, and whose gradients it has."""
+        here = self._trained().keys() - self.sharded.elsewhere.keys()
+        return [name for name in self.tied if name in here]
+
     def _trained(self) -> dict[str, Tensor]:
         """The shards of parameters that are not frozen."""
         return {name: shard for name, shard in self.shards.items() if name in self._wants_gradient}
@@ -165,7 +172,10 @@ class LocalState:
         self.buffers = {
             name: value for module in self.sharded.modules for name, value in buffers(module)
         }
-        self._num_copies = self.sharded.num_copies()
+        self._num_copies = {
+            name: 2 * number if name in self.tied else number
+            for name, number in self.sharded.num_copies().items()
+        }
         self._wants_gradient = {
             name
             for module in self.sharded.modules

@@ -42,6 +42,7 @@ def memory_facts(
         block_bytes=max(block_bytes, default=total),
         root_bytes=total - sum(block_bytes) if blocks else 0,
         layers=_layers(specs, num_layers) if has_pp else (),
+        tied=_cut_and_whole(spec for spec in specs if spec.ties_ends),
         passes=_trials(workload, settings, degrees),
         merges=settings.may_merge,
         sums_whole=not settings.sync_each_microbatch and settings.num_microbatches > 1,
@@ -69,11 +70,20 @@ def _trials(
 
 def _layers(specs: Sequence[TensorSpec], num_layers: int) -> tuple[tuple[int, int], ...]:
     """For each layer, the bytes of its parameters that `tp` cuts, and of the others."""
-    layers = [[0, 0] for _ in range(num_layers)]
+    layers: list[list[TensorSpec]] = [[] for _ in range(num_layers)]
     for spec in specs:
-        if spec.kind == "parameter" and spec.layer is not None and spec.ep_dim is None:
-            layers[spec.layer][spec.tp_dim is None] += spec.num_bytes
-    return tuple((cut, whole) for cut, whole in layers)
+        if spec.layer is not None and spec.ep_dim is None:
+            layers[spec.layer].append(spec)
+    return tuple(map(_cut_and_whole, layers))
+
+
+def _cut_and_whole(specs: Iterable[TensorSpec]) -> tuple[int, int]:
+    """The bytes of parameters that `tp` cuts, and of the others."""
+    sizes = [0, 0]
+    for spec in specs:
+        if spec.kind == "parameter":
+            sizes[spec.tp_dim is None] += spec.num_bytes
+    return sizes[0], sizes[1]
 
 
 def _num_bytes(parameters: Iterable[nn.Parameter]) -> int:

@@ -27,6 +27,7 @@ from pipelines.training.replica.local_state import LocalState
 from pipelines.training.replica.sample_log import append_samples
 from pipelines.training.replica.statistics import Statistics, StatisticsReport
 from pipelines.training.sharding.parallelize import InterruptHooks, parallelize
+from pipelines.training.sharding.tied_gradients import TiedGradients, tied_parameters
 from pipelines.training.tensor.tensor_parallel import (
     partial_gradient_names,
     reduce_partial_gradients,
@@ -67,8 +68,14 @@ class ShardedReplica:
         self.interrupt_hooks = InterruptHooks(blocks, groups.device)
         optimizer_factory = optimizer_factory_of(workload, settings)
         self.state = LocalState(
-            self.sharded, settings, optimizer_factory, groups.device, workload.whole_parameters
+            self.sharded,
+            settings,
+            optimizer_factory,
+            groups.device,
+            workload.whole_parameters,
+            tied_parameters(workload, settings, groups.layout),
         )
+        self.tied_gradients = TiedGradients(self.state.trained_ties(), groups)
         self.moving: RunningBuffers | StageBuffers
         self.passes: Passes
         if groups.layout.pp > 1:
@@ -137,6 +144,7 @@ class ShardedReplica:
             partial = [gradients[name] for name in self.partial_gradients if name in gradients]
             if partial:  # frozen parameters have none
                 reduce_partial_gradients(partial, self.parallel.tp)
+        self.tied_gradients.sum(self.state.gradients())
         self.prepare_gradients()
         self.step_statistics.note_gradients()
         sums[2] = self.state.squared_norm()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import replace
 
 import torch
@@ -12,6 +12,7 @@ from elastic.geometry.regions import Region
 from elastic.geometry.tensor_specs import Kind, Ownership, TensorSpec, deal_out
 from pipelines.settings import TrainSettings
 from pipelines.training.workload.initial_values import slices_of
+from pipelines.training.workload.layer_tensors import layer_holding, layers_by_module, tied_ends
 from pipelines.training.workload.optimizer import (
     AdamWBySettings,
     OptimizerFactory,
@@ -70,7 +71,7 @@ def state_specs(workload: Workload, settings: TrainSettings) -> tuple[TensorSpec
     """
     module = build_on_meta(workload, settings)
     owners = ownerships(workload, module)
-    builder = SpecBuilder(workload.shape(), owners)
+    builder = SpecBuilder(workload.shape(), owners, tied_ends(workload.shape().layers, module))
     parameters = dict(module.named_parameters())
     specs = [builder.spec(name, value, "parameter") for name, value in parameters.items()]
     specs += [builder.spec(name, value, "buffer") for name, value in buffers(module)]
@@ -124,14 +125,16 @@ def trained_dims(module: nn.Module) -> dict[str, int]:
 class SpecBuilder:
     """Builds tensor specs: the layer of a tensor, and the dim that each axis shards."""
 
-    def __init__(self, shape: ModelShape, owners: Mapping[str, Ownership]) -> None:
-        """`owners` are those of the parameters that one rank updates whole."""
+    def __init__(
+        self, shape: ModelShape, owners: Mapping[str, Ownership], tied: Collection[str] = ()
+    ) -> None:
+        """`owners` are those of the parameters that one rank updates whole, `tied` are those of
+        `tied_ends`."""
         self.shape = shape
         self.owners = owners
+        self.tied = tied
         self.costs = tuple(layer.cost for layer in shape.layers)
-        self.layer_of = {
-            module: number for number, layer in enumerate(shape.layers) for module in layer.modules
-        }
+        self.layer_of = layers_by_module(shape.layers)
 
     def spec(self, owner: str, value: Tensor, kind: Kind, name: str | None = None) -> TensorSpec:
         """The spec of the parameter or buffer `owner`, or of its optimizer state `name`."""
@@ -149,13 +152,12 @@ class SpecBuilder:
             kind=kind,
             layer_costs=self.costs if layer is not None else (),
             ownership=self.owners.get(owner),
+            ties_ends=owner in self.tied,
         )
 
     def layer(self, owner: str) -> int | None:
         """The index of the layer whose module holds this tensor, if any."""
-        parts = owner.split(".")
-        prefixes = (".".join(parts[:length]) for length in range(len(parts), 0, -1))
-        return next((self.layer_of[prefix] for prefix in prefixes if prefix in self.layer_of), None)
+        return layer_holding(self.layer_of, owner)
 
     def _tp_dim(self, owner: str, value: Tensor) -> int | None:
         module, _, _ = owner.rpartition(".")
