@@ -16,6 +16,7 @@ from fsspec import available_protocols
 from fsspec.core import url_to_fs
 from pyarrow import fs
 
+from actors.storage.content_versions import Version, report_unversioned, size_and_version
 from actors.storage.credentials import has_credentials, without_credentials
 from actors.storage.storage import open_storage
 from elastic.protocol.policy import backoff_s
@@ -28,16 +29,20 @@ RETRY_S, LONGEST_RETRY_S = 0.5, 10.0
 T = TypeVar("T")
 
 
+class FileChanged(OSError):
+    """A file is another than the one that was listed, which no retry fixes."""
+
+
 def retry(operation: Callable[[], T], patience_s: float) -> T:
     """Retry an operation on a store for up to `patience_s`, then raise its last `OSError`.
 
-    `FileNotFoundError` is raised at once.
+    `FileNotFoundError` and `FileChanged` are raised at once.
     """
     began, num_failures = time.monotonic(), 0
     while True:
         try:
             return operation()
-        except FileNotFoundError:
+        except (FileNotFoundError, FileChanged):
             raise
         except OSError:
             num_failures += 1
@@ -53,8 +58,8 @@ class RemoteFile:
 
     url: str
     num_bytes: int
-    modified_ns: int | None
-    """None: the store reports no times."""
+    version: Version
+    """Its checksum, or the time of its last change."""
     path: str = field(repr=False)
     system: fs.FileSystem = field(repr=False, compare=False)
 
@@ -70,14 +75,19 @@ class RemoteFile:
         return PurePosixPath(self.path).suffix
 
     def chunks(self) -> Iterator[bytes]:
-        """The content in order. Raises `OSError`, also if the size is another than listed."""
+        """The content in order. Raises `OSError`, `FileChanged` if it is another than listed."""
         num_read = 0
         with self.system.open_input_stream(self.path, compression=None) as file:
             while data := bytes(file.read(READ_BYTES)):
                 num_read += len(data)
                 yield data
+        now, version = size_and_version(self.system, self.system.get_file_info(self.path))
+        if now != self.num_bytes:
+            raise FileChanged(f"has {now} bytes now, but was listed with {self.num_bytes}")
+        if version != self.version:
+            raise FileChanged(f"has changed since it was listed ({self.version}, now {version})")
         if num_read != self.num_bytes:
-            raise OSError(f"has {num_read} bytes now, but was listed with {self.num_bytes}")
+            raise OSError(f"only {num_read} of {self.num_bytes} bytes arrived")
 
     def read_bytes(self) -> bytes:
         return b"".join(self.chunks())
@@ -135,9 +145,12 @@ def _opened(parts: SplitResult) -> tuple[fs.FileSystem, str]:
 
 
 def _remote_file(place: SplitResult, info: fs.FileInfo, system: fs.FileSystem) -> RemoteFile:
-    if info.size is None:
+    num_bytes, version = size_and_version(system, info)
+    if num_bytes is None:
         raise OSError(f"{place.path}: the store does not say its size")
-    return RemoteFile(place.geturl(), int(info.size), info.mtime_ns, info.path, system)
+    if version is None:
+        report_unversioned(f"{place.scheme}://{place.netloc}")
+    return RemoteFile(place.geturl(), int(num_bytes), version, info.path, system)
 
 
 def _folder_and_pattern(path: str) -> tuple[str, str]:

@@ -16,6 +16,7 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+from actors.storage.content_versions import Version
 from actors.storage.credentials import without_credentials
 from actors.storage.remote_files import RemoteFile, remote_files
 from actors.storage.storage import is_remote
@@ -50,16 +51,16 @@ class Corpus:
             yield from filter(None, documents_in(file))
 
     def fingerprint(self) -> str:
-        """A digest of names, sizes and times, which detects a changed corpus without reading it."""
+        """A digest of names, sizes and versions: it detects a changed corpus without reading it."""
         seen = []
         for file in self.files:
             with file_errors_reported(file):
-                seen.append((file.name, *_size_and_time(file)))
+                seen.append((file.name, *_size_and_version(file)))
         return sha256(json.dumps(seen).encode()).hexdigest()
 
     def num_bytes(self) -> int:
         """The sizes of all files together."""
-        return sum(_size_and_time(file)[0] for file in self.files)
+        return sum(_size_and_version(file)[0] for file in self.files)
 
 
 def find_corpus(data: str = "") -> Corpus:
@@ -117,9 +118,9 @@ def _remote_corpus(data: str) -> Corpus:
     return Corpus(shown, tuple(files))
 
 
-def _size_and_time(file: SourceFile) -> tuple[int, int | None]:
+def _size_and_version(file: SourceFile) -> tuple[int, Version]:
     if isinstance(file, RemoteFile):
-        return file.num_bytes, file.modified_ns
+        return file.num_bytes, file.version
     status = file.stat()
     return status.st_size, status.st_mtime_ns
 

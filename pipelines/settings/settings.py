@@ -76,6 +76,10 @@ class CacheSettings(Settings):
         "in the machine's temporary folder.",
     )
     max_bytes: PositiveInt = setting(32 * 2**30, "The cache never holds more than this.")
+    max_weights_bytes: PositiveInt = setting(
+        256 * 2**30,
+        "Copies of weights at URLs (`init_from`) never take more than this on a machine.",
+    )
     num_fetchers: Annotated[int, Field(gt=0, le=1000)] = setting(
         2, "The number of shards that each worker fetches at once."
     )

@@ -20,7 +20,7 @@ from actors.ray_backend.driver import exit_code
 from actors.storage.storage import open_storage
 from elastic.protocol.events import Event, StepCommitted
 from pipelines.data import prepare
-from pipelines.data.cache import ROOM
+from pipelines.data.cache.shard_cache import ROOM
 from pipelines.data.corpus import find_corpus
 from pipelines.data.prepare import prepare_at
 from pipelines.data.prepared import open_prepared

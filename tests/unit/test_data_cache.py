@@ -16,7 +16,8 @@ from typing import BinaryIO
 
 import pytest
 
-from pipelines.data.cache import DRAFT, ROOM, CacheKey, HeldFile, ShardCache
+from pipelines.data.cache import CacheKey, HeldFile, ShardCache
+from pipelines.data.cache.shard_cache import DRAFT, ROOM
 
 SIZE = 1000
 

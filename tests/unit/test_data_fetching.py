@@ -10,7 +10,7 @@ import pytest
 
 from actors.storage.storage import DiskStorage
 from pipelines.data import prepare
-from pipelines.data.cache import ROOM
+from pipelines.data.cache.shard_cache import ROOM
 from pipelines.data.corpus import find_corpus
 from pipelines.data.fetching import FetchedShards, Queue
 from pipelines.data.prepared import Prepared

@@ -66,6 +66,7 @@ LEVELS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("training/workload",),
         ("custom_data",),
         ("data", "reading"),
+        ("data/cache",),
         ("settings",),
         ("errors.py",),
     ),

@@ -10,31 +10,18 @@ from __future__ import annotations
 import errno
 import fcntl
 import os
-import shutil
 import stat
-import tempfile
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from functools import partial
 from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO, Literal
-
-from actors.storage.credentials import without_credentials
-from actors.storage.remote_files import RemoteFile, remote_files, retry
-from actors.storage.storage import is_remote
-from pipelines.errors import DataUnreachable
-from pipelines.settings import CacheSettings
-from pipelines.settings.home import expand_home
 
 DRAFT = ".partial"
 ROOM = ".room"
 """The lock that a process holds while it evicts files; it is never removed."""
 READ_BYTES = 1 << 22
-BUSY_S = 0.05
-"""The pause while another process fetches the same file."""
 
 Filled = Literal["filled", "busy", "full"]
 """Outcome of filling: the file is there, another process writes it, or every file is in use."""
@@ -42,10 +29,11 @@ Filled = Literal["filled", "busy", "full"]
 
 @dataclass(frozen=True)
 class CacheKey:
-    """A cached file identified by its content: SHA-256 and size."""
+    """A cached file: the SHA-256 of its content, or of what determines it, and its size."""
 
     checksum: str
-    num_bytes: int
+    num_bytes: int | None
+    """None, only of a file that is looked for: any size."""
 
 
 class HeldFile:
@@ -100,7 +88,7 @@ class ShardCache:
             return None
         fcntl.flock(fd, fcntl.LOCK_SH)
         status = os.fstat(fd)
-        if status.st_nlink and status.st_size == key.num_bytes:
+        if status.st_nlink and key.num_bytes in (None, status.st_size):
             with suppress(OSError):  # the cache has been deleted meanwhile
                 os.utime(path)
             return HeldFile(path, fd)
@@ -112,11 +100,12 @@ class ShardCache:
 
         If `fetch` raises, nothing remains. `fetch` must verify the content that it writes.
         """
+        assert key.num_bytes is not None
         path = self.folder / key.checksum
         draft = path.with_name(path.name + DRAFT)
         with self.locked():
             fd = os.open(draft, os.O_RDWR | os.O_CREAT, 0o600)
-            if not _lock(fd):
+            if not lock(fd):
                 os.close(fd)
                 return "busy"
             os.ftruncate(fd, 0)
@@ -174,101 +163,8 @@ class ShardCache:
         return excess <= 0
 
 
-def cache_folder(settings: CacheSettings) -> Path:
-    """The folder of the machine's cache."""
-    if settings.folder is not None:
-        return expand_home(settings.folder)
-    return Path(tempfile.gettempdir()) / f"elastic-cache-{os.getuid()}"
-
-
-class LocalCopies:
-    """Whole files at URLs, each copied once to the machine's cache, where it is in use while this
-    object exists. The copy belongs to the file's URL, size and time."""
-
-    def __init__(self, settings: CacheSettings) -> None:
-        self._settings = settings
-        self._held: dict[RemoteFile, HeldFile] = {}
-
-    def path_of(self, file: RemoteFile) -> Path:
-        """The copy, which this call makes if there is none.
-
-        Raises `OSError` if the file cannot be read or the cache has no room for it.
-        """
-        if file not in self._held:
-            self._held[file] = self._hold(file)
-        return self._held[file].path
-
-    def release(self, file: RemoteFile) -> None:
-        """Allow the cache to evict the copy; a process may have few files open at once."""
-        if (held := self._held.pop(file, None)) is not None:
-            held.release()
-
-    def _hold(self, file: RemoteFile) -> HeldFile:
-        identity = f"{file.url} {file.num_bytes} {file.modified_ns}"
-        key = CacheKey(sha256(identity.encode()).hexdigest(), file.num_bytes)
-        cache = ShardCache(cache_folder(self._settings), self._settings.max_bytes)
-        while (held := cache.hold(key)) is None:
-            fill = partial(cache.fill, key, lambda out: _write(file, out))
-            outcome = retry(fill, self._settings.patience_s)
-            if outcome == "full":
-                raise OSError(
-                    f"{cache.folder}: no room for {file.num_bytes} bytes, as all files there are "
-                    "in use; raise cache.max_bytes"
-                )
-            if outcome == "busy":
-                time.sleep(BUSY_S)
-        return held
-
-
-def local_folder(place: str, settings: CacheSettings) -> Path:
-    """The folder that a path names, or a whole copy of the files of one at a URL.
-
-    The copy is made once on each machine, beside the cache, belongs to the names, sizes and times
-    of the files, and is never evicted. Raises `DataUnreachable` if the URL cannot be read.
-    """
-    if not is_remote(place):
-        return expand_home(place.removeprefix("file://"))
-    root = cache_folder(settings)
-    root = root.with_name(f"{root.name}-folders")
-    try:
-        found = retry(partial(remote_files, place), settings.reach_timeout_s)
-        if not found:
-            raise FileNotFoundError("there is no file")
-        depth = min(file.path.count("/") for file in found)
-        files = [file for file in found if file.path.count("/") == depth]
-        identity = [(file.url, file.num_bytes, file.modified_ns) for file in files]
-        folder = root / sha256(repr(identity).encode()).hexdigest()
-        with ShardCache(root, settings.max_bytes).locked():
-            if not folder.is_dir():
-                retry(partial(_copy, files, folder), settings.patience_s)
-    except (OSError, ValueError, ImportError) as error:
-        cause = without_credentials(str(error).splitlines()[0])
-        raise DataUnreachable(
-            f"{without_credentials(place)}: cannot be read ({cause}); check the URL, this "
-            "machine's network and the credentials in its environment"
-        ) from None
-    return folder
-
-
-def _copy(files: list[RemoteFile], folder: Path) -> None:
-    draft = folder.with_name(folder.name + DRAFT)
-    shutil.rmtree(draft, ignore_errors=True)
-    draft.mkdir()
-    for file in files:
-        with open(draft / file.name, "wb") as out:
-            _write(file, out)
-            out.flush()
-            os.fsync(out.fileno())
-    os.replace(draft, folder)
-
-
-def _write(file: RemoteFile, out: BinaryIO) -> None:
-    """Write a file's content from the begin, also if an attempt before has broken off."""
-    out.seek(0)
-    out.writelines(file.chunks())
-
-
-def _lock(fd: int) -> bool:
+def lock(fd: int) -> bool:
+    """Lock an open file alone. Returns whether no other process has locked it."""
     try:
         fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
@@ -282,7 +178,7 @@ def _remove_unused(path: str) -> bool:
     except FileNotFoundError:
         return False
     try:
-        is_unused = _lock(fd)
+        is_unused = lock(fd)
         if is_unused:
             os.unlink(path)
         return is_unused
