@@ -30,6 +30,7 @@ from elastic.protocol.events import (
     Event,
     GroupFormed,
     Paused,
+    Progressed,
     Quiesced,
     StateReady,
     StepCommitted,
@@ -40,6 +41,8 @@ from elastic.simulation.movement import movement_of
 from elastic.simulation.step_times import LayoutTimes
 
 NOTHING_HELD = -1
+PROGRESS_EVERY_S = 30.0
+"""Shorter than any timeout of a hang."""
 
 
 class Gang:
@@ -173,7 +176,19 @@ class Gang:
         step_s += costs.first_step_s * self._is_first + costs.snapshot_s * self.snapshots.is_busy
         step_s += costs.save_s * self._writes.is_new
         self._is_first = self._writes.is_new = False
-        self._begin(self._members, step_s, partial(self._end_step, step_s))
+        self._compute(step_s, step_s)
+
+    def _compute(self, rest_s: float, step_s: float) -> None:
+        """Compute the rest of a step; a long one reports progress, as its probes would."""
+        if rest_s <= PROGRESS_EVERY_S:
+            self._begin(self._members, rest_s, partial(self._end_step, step_s))
+            return
+
+        def report() -> None:
+            self._post(Progressed(self._form.generation))
+            self._compute(rest_s - PROGRESS_EVERY_S, step_s)
+
+        self._begin(self._members, PROGRESS_EVERY_S, report)
 
     def _end_step(self, step_s: float) -> None:
         self._step += 1

@@ -22,6 +22,7 @@ from elastic.controller import (
     running,
     stragglers,
 )
+from elastic.controller.next_assignment import can_train, note_reshard
 from elastic.duties import (
     catch_up,
     checkpoints,
@@ -199,7 +200,7 @@ class Core:
         if event.worker in state.membership.warm:
             return []  # reported again after a restart of the controller
         commands = membership.add_ready_worker(state, now, event)
-        fits = partial(forming.can_train, state)
+        fits = partial(can_train, state)
         return commands + health.compare_new_device(state, now, event.worker, fits)
 
     def _take_report(
@@ -351,6 +352,8 @@ class Core:
                 cause = f"{type(phase).__name__} timed out waiting for {pending}"
                 if isinstance(phase, Forming):
                     forming.note_time(state, now, phase)
+                else:
+                    note_reshard(state, phase, is_late=True)
                 return aborting.abort(state, now, cause)
             case Running() | Pausing() if now >= running.hang_deadline(state, phase):
                 return aborting.abort(state, now, "no progress: a worker hangs", is_hang=True)

@@ -6,7 +6,13 @@ from dataclasses import replace
 from functools import partial
 
 from elastic.controller.health import compare_devices, compare_links
-from elastic.duties.bandwidth import known_job, median_speeds
+from elastic.controller.next_assignment import (
+    can_train,
+    next_assignment,
+    note_reshard,
+    reshard_timeout_s,
+)
+from elastic.duties.bandwidth import median_speeds
 from elastic.duties.catch_up import mark_missing
 from elastic.duties.checkpoints import begin_saving, drop_voided, end, is_saved
 from elastic.duties.layout_requests import withdraw
@@ -18,7 +24,6 @@ from elastic.duties.snapshots import begin_snapshot_set, query_snapshot_servers,
 from elastic.duties.uploads import break_uploads, open_upload
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.errors import Infeasible
-from elastic.planner.proposal import Proposal, propose
 from elastic.protocol.commands import (
     Command,
     Form,
@@ -38,6 +43,8 @@ from elastic.reshard.reshard_plan import CarriedPart, ReshardPlan
 from elastic.reshard.snapshot_placement import choose_carriers
 
 NUM_RECENT_FORMINGS = 4
+ARRIVAL_SHARE = 1 / 6
+"""A start waits this share of `start_timeout_s` for the next arrival."""
 
 
 def form_or_end(state: ControllerState, now: float) -> list[Command]:
@@ -68,8 +75,7 @@ def try_form(state: ControllerState, now: float) -> list[Command]:
         return wait(state, now, missing)
     until = _patience_until(state)
     if until is not None and now < until:
-        reason = f"{state.membership.num_staying()} of {state.policy.max_workers} workers are ready"
-        return wait(state, now, reason, until)
+        return wait(state, now, _shortage(state, now), until)
     source = choose_source(state)
     if state.ending and source.old is None:
         return end(state, now)
@@ -193,8 +199,8 @@ def on_group_formed(state: ControllerState, now: float, event: GroupFormed) -> l
     note_time(state, now, phase)
     attempt = phase.attempt
     participants = attempt.plan.participants
-    deadline = now + state.policy.reshard_timeout_s
-    state.enter(Resharding(attempt, set(participants), deadline))
+    limit_s = reshard_timeout_s(state, attempt.plan.old, attempt.assignment)
+    state.enter(Resharding(attempt, set(participants), now + limit_s))
     return [Reshard(state.generation, participants, attempt.source, attempt.path)]
 
 
@@ -211,6 +217,7 @@ def on_state_ready(state: ControllerState, now: float, event: StateReady) -> lis
     phase.ready[event.worker] = event
     if phase.pending:
         return []
+    note_reshard(state, phase, is_late=False)
     return _resume(state, now, phase)
 
 
@@ -295,27 +302,6 @@ def _note_bandwidths(state: ControllerState, now: float, phase: Resharding) -> l
     return compare_links(state, now, measured, partial(can_train, state))
 
 
-def can_train(state: ControllerState) -> bool:
-    """Whether a layout fits the workers that stay."""
-    previous = state.live.held.assignment if state.live.held else None
-    return not isinstance(next_assignment(state, previous), Infeasible)
-
-
-def next_assignment(state: ControllerState, previous: Assignment | None) -> Proposal | Infeasible:
-    """The assignment that the workers that stay would get in the next generation."""
-    available = state.membership.staying()
-    return propose(
-        previous,
-        tuple(available),
-        generation=state.generation + 1,
-        target_layout=state.layouts.target,
-        topology=available,
-        job=known_job(state),
-        memory_bytes=state.membership.least_memory_bytes(),
-        snapshots_cover=False,
-    )
-
-
 def _can_restore_to_save(state: ControllerState) -> bool:
     """Whether snapshot servers may hold the state that live workers lack, and workers can restore
     it."""
@@ -349,10 +335,32 @@ def _patience_until(state: ControllerState) -> float | None:
     if phase.is_short:
         return None
     if not state.forming.ever_formed:
-        return phase.since + policy.start_timeout_s
+        return _start_time(state, phase)
     if len(state.membership.records) == len(state.membership.warm):
         return None
     return (state.growth.standby_since or phase.since) + policy.growth_wait_s
+
+
+def _shortage(state: ControllerState, now: float) -> str:
+    """How many workers are ready, and whether a start that is due waits for others."""
+    text = f"{state.membership.num_staying()} of {state.policy.max_workers} workers are ready"
+    phase = state.phase
+    is_due = isinstance(phase, Waiting) and now >= phase.since + state.policy.start_timeout_s
+    if state.forming.ever_formed or not is_due:
+        return text
+    return f"{text}: growth.start_timeout_s has passed, but others keep arriving"
+
+
+def _start_time(state: ControllerState, phase: Waiting) -> float:
+    """When the run starts with the workers that are ready. While most are not and others become
+    ready, it waits on, at most as long again: a start with few costs a growth for each arrival."""
+    policy, warm = state.policy, state.membership.warm
+    begin = phase.since + policy.start_timeout_s
+    if 2 * len(warm) >= policy.max_workers:
+        return begin
+    newest = max((state.membership.records[worker].since for worker in warm), default=begin)
+    patience_s = ARRIVAL_SHARE * policy.start_timeout_s
+    return min(max(begin, newest + patience_s), begin + policy.start_timeout_s)
 
 
 def _roll_back(state: ControllerState, source: StateSource) -> RolledBack:

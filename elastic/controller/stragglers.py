@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
-from elastic.controller.forming import next_assignment
+from elastic.controller.next_assignment import next_assignment
 from elastic.geometry.errors import Infeasible
 from elastic.geometry.layout import Layout
 from elastic.geometry.sample_order import deal

@@ -115,10 +115,10 @@ class FormingDuty(Duty):
     ever_formed: bool = False
     recent_form_s: list[float] = field(default_factory=list)
     """How long the latest formings took, also those that were aborted as late."""
-    reshard_s: float = 0.0
-    """How long the latest forming and reshard took together."""
-    num_attempts: int = 0
-    """Recoveries since the last committed step."""
+    reshard_s: float = 0.0  # how long the latest forming and reshard took together
+    sent_bytes_per_s: float = 0.0  # by a member in the latest live reshard; 0: not measured
+    num_late_reshards: int = 0  # that exceeded their time limit since the latest measured one
+    num_attempts: int = 0  # recoveries since the last committed step
     last_failure: str = ""
 
 

@@ -101,7 +101,9 @@ class GrowthSettings(Settings):
     """Waiting for workers, adding them and releasing them; see docs/cluster.md."""
 
     start_timeout_s: Seconds = setting(
-        60.0, "A run starts with all its workers, or after this time with at least the minimum."
+        60.0,
+        "A run starts with all its workers, or after this time with at least the minimum. While "
+        "less than half are ready and others keep arriving, it waits up to twice as long.",
     )
     horizon_s: Seconds = setting(
         600.0,
@@ -174,7 +176,8 @@ class FailureSettings(Settings):
     )
     reshard_timeout_s: Seconds = setting(
         600.0,
-        "How long moving or reading the state may take. A generation that takes longer is aborted.",
+        "How long moving or reading the state may take. A generation that takes longer is aborted. "
+        "A run grows in rounds if a member would need more than half of it to send its state.",
     )
     max_attempts: PositiveInt = setting(
         8, "The run fails after this many recoveries without a committed step."

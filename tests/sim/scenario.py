@@ -99,7 +99,7 @@ def bound_s(policy: Policy) -> float:
         + policy.form_timeout_s
         + policy.reshard_timeout_s
         + policy.save_timeout_s
-        + policy.start_timeout_s
+        + 2 * policy.start_timeout_s
     )
 
 

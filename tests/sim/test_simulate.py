@@ -83,6 +83,16 @@ def test_run_waits_for_the_fewest_workers(tmp_path: Path) -> None:
     assert outcome.goodput < 0.7
 
 
+def test_run_grows_from_one_worker_in_rounds(tmp_path: Path) -> None:
+    """One member would send the state to 39 others for longer than a reshard may take."""
+    late = "".join(f"80,n{i},add\n" for i in range(39))
+    trace = "time,node,event\n0,first,add\n" + late + "3600,n0,remove\n"
+    outcome, _, journal = run_trace(tmp_path, trace, state_bytes=2e10)
+    resumes = [len(line["workers"]) for line in journal if line.get("command") == "Resume"]  # type: ignore[arg-type]
+    assert resumes == [1, 9, 40]
+    assert outcome.redone == 0
+
+
 def test_run_with_enough_time_completes(tmp_path: Path) -> None:
     outcome, result, _ = run_trace(tmp_path, TRACE, steps=500)
     assert result.outcome.outcome == "completed"
