@@ -36,6 +36,11 @@ decide nothing."""
 _STEP, _STEP_S = _FIELDS.index("step"), _FIELDS.index("step_s")
 
 
+_PLAIN = frozenset((str, int, bool, type(None)))
+"""Types whose values are JSON as they are. Most values are of these, and a controller of a thousand
+workers encodes many."""
+
+
 class UnreadableJournal(ElasticError):
     """A journal line has another format or an unknown class."""
 
@@ -47,27 +52,40 @@ def encode(value: Any, is_sparse: bool = False) -> Any:
     If `is_sparse`, fields with their default value are omitted, and a policy, which has no
     defaults, becomes a short text.
     """
-    if is_sparse and isinstance(value, Policy):
+    kind = type(value)
+    if kind in _PLAIN:
+        return value
+    if kind is float:
+        return value if isfinite(value) else None
+    if is_sparse and kind is Policy:
         return _packed(value)
-    if is_dataclass(value) and not isinstance(value, type):
-        defaults = _defaults(type(value)) if is_sparse else {}
-        body: dict[str, Any] = {"is": type(value).__name__}
-        for name in _names(type(value)):
-            item = getattr(value, name)
-            if name not in defaults or item != defaults[name]:
-                body[name] = encode(item, is_sparse)
-                if is_sparse and is_dataclass(_hints(type(value))[name]):
-                    _drop_class(body[name])
-        return body
+    if _is_record(kind):
+        return _encode_record(value, kind, is_sparse)
     if isinstance(value, set | frozenset):
         return sorted(value)
     if isinstance(value, tuple | list | deque):
-        return [encode(item, is_sparse) for item in value]
+        return [item if type(item) in _PLAIN else encode(item, is_sparse) for item in value]
     if isinstance(value, dict):
         return {key: encode(item, is_sparse) for key, item in value.items()}
-    if isinstance(value, float):
-        return finite(value)
     return value
+
+
+def _encode_record(value: Any, kind: type, is_sparse: bool) -> dict[str, Any]:
+    """A dataclass as an object."""
+    body: dict[str, Any] = {"is": kind.__name__}
+    if not is_sparse:
+        for name in _names(kind):
+            item = getattr(value, name)
+            body[name] = item if type(item) in _PLAIN else encode(item)
+        return body
+    defaults, hints = _defaults(kind), _hints(kind)
+    for name in _names(kind):
+        item = getattr(value, name)
+        if name not in defaults or item != defaults[name]:
+            body[name] = encode(item, is_sparse)
+            if _is_record(hints[name]):
+                _drop_class(body[name])
+    return body
 
 
 def decode(kind: Any, value: Any) -> Any:
@@ -259,6 +277,11 @@ def _decode_union(parameters: tuple[Any, ...], value: Any) -> Any:
         raise UnreadableJournal(f"the journal has a {value['is']!r} where it must have: {names}")
     plain = [kind for kind in parameters if kind is not type(None)]
     return decode(plain[0], value)
+
+
+@cache
+def _is_record(kind: Any) -> bool:
+    return isinstance(kind, type) and is_dataclass(kind)
 
 
 @cache

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from copy import deepcopy
-
 from elastic.controller.core import Core
 from elastic.protocol.commands import Command
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import Event
+from elastic.replay.state_copy import copy_state
 
 NUM_KEPT_EVENTS = 256
 EVENTS_PER_WORKER = 4
-"""A recovery has about three events for each worker. A copy of a state of 1,024 workers takes about
-0.1 s, so one every 256 events would delay it by a second."""
+"""A recovery has about three events for each worker. A copy every 256 events would delay that of
+many workers."""
 
 
 class UndoableCore:
@@ -45,13 +44,13 @@ class UndoableCore:
         self._copy_state()
 
     def _copy_state(self) -> None:
-        self._base = deepcopy(self._core.state)
+        self._base = copy_state(self._core.state)
         num_workers = len(self._base.membership.records)
         self._num_kept = max(NUM_KEPT_EVENTS, EVENTS_PER_WORKER * num_workers)
         self._events: list[tuple[float, Event]] = []
 
     def _state_before(self) -> ControllerState:
-        core = Core(deepcopy(self._base))
+        core = Core(copy_state(self._base))
         for now, event in self._events:
             core.step(now, event)
         return core.state
