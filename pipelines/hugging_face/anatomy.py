@@ -17,6 +17,7 @@ from pipelines.hugging_face.building import (
     tensor_plan,
     text_config,
 )
+from pipelines.hugging_face.placeholders import placeholder_for, why_draws_beside
 from pipelines.hugging_face.routing.router_loss import OPTION, has_router_loss
 from pipelines.hugging_face.transformers_private import undivided_classes
 from pipelines.training.attention.attention_interface import why_no_ring
@@ -63,22 +64,6 @@ class Anatomy:
     is_head_cut: bool
 
 
-class Placeholder(nn.Module):
-    """Takes the place of a module that another pipeline stage holds; returns its first input."""
-
-    def forward(self, hidden: Any, *inputs: Any, **options: Any) -> Any:
-        return hidden
-
-
-def placeholder_for(module: nn.Module) -> nn.Module:
-    """A placeholder with the plain attributes that a loop over layers may read."""
-    placeholder = Placeholder()
-    plain = {k: v for k, v in vars(module).items() if isinstance(v, str | int | float | None)}
-    public = {k: v for k, v in plain.items() if not k.startswith("_") and k != "training"}
-    vars(placeholder).update(public)
-    return placeholder
-
-
 def anatomy_of(model: nn.Module) -> Anatomy:
     """The anatomy of a model on the meta device."""
     names = {module: name for name, module in model.named_modules()}
@@ -88,16 +73,19 @@ def anatomy_of(model: nn.Module) -> Anatomy:
     blocks = _blocks(model)
     styles, no_tp = _styles(model, head)
     layers, no_pp = _layers(model, blocks, embedding, head)
-    randomness = _why_random(model.config)
+    randomness = why_random(model.config)
     part_alone = PART_ALONE if has_router_loss(model) else ""
-    no_pp = no_pp or randomness or part_alone
+    if randomness and not no_pp:
+        no_pp = why_draws_beside(model, [name for layer in layers for name in layer.modules])
+        no_pp = no_pp and f"{randomness}, or pp=1: {no_pp}"
+    no_pp = no_pp or part_alone
     no_cp = randomness or part_alone or why_no_ring(model, len(blocks))
     # Each rank draws for the whole activations of a layer; experts read values, so that it is
     # unknown which these are.
     has_layers = any(layer.modules for layer in layers)
     has_experts = any(name.endswith(".experts") for name in names.values())
     is_known = has_layers and not has_experts
-    no_tp = no_tp or _why_random(model.config, NOISE if is_known else RANDOM_FIELDS)
+    no_tp = no_tp or why_random(model.config, NOISE if is_known else RANDOM_FIELDS)
     no_ep = NO_EP if has_experts else ""
     reasons = {"cp": no_cp, "ep": no_ep, "tp": no_tp, "pp": no_pp}
     refused = [(axis, reason) for axis, reason in reasons.items() if reason]
@@ -237,7 +225,7 @@ def _cost(model: nn.Module, names: tuple[str, ...]) -> int:
     return max(1, sum(costs))
 
 
-def _why_random(config: Any, fields: Sequence[str] = RANDOM_FIELDS) -> str:
+def why_random(config: Any, fields: Sequence[str] = RANDOM_FIELDS) -> str:
     """The config field because of which a sharded pass would draw other random numbers, or ''."""
     for name, value in config.to_dict().items():
         is_random = any(part in name for part in fields)

@@ -24,7 +24,7 @@ from pipelines.hugging_face.adapters import (
     is_adapter,
     with_adapters,
 )
-from pipelines.hugging_face.anatomy import Anatomy, Placeholder, anatomy_of
+from pipelines.hugging_face.anatomy import Anatomy, anatomy_of, why_random
 from pipelines.hugging_face.building import (
     build,
     distribution,
@@ -32,9 +32,11 @@ from pipelines.hugging_face.building import (
     output_embedding,
     text_config,
 )
+from pipelines.hugging_face.placeholders import Placeholder
 from pipelines.hugging_face.routing.router_loss import RoutedLogits, has_router_loss, routed_logits
 from pipelines.settings import HuggingFaceSettings, LoraSettings
 from pipelines.training.attention import attention_interface
+from pipelines.training.custom.microbatch_draws import BlockSeeds, PassSeeds
 from pipelines.training.models.next_token import NextToken
 from pipelines.training.workload.initial_values import draw, slices_of
 from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups
@@ -81,7 +83,13 @@ class CausalLMWorkload(NextToken):
         assert head is not None, "a causal language model has a head"
         super().__init__(head.get_parameter("weight").shape[0], train, held_out, dtype)
         self.cuts_head = self.anatomy.is_head_cut
+        self.block_seeds = self._block_seeds()
         self._refuse_unfit_data()
+
+    def _block_seeds(self) -> BlockSeeds | None:
+        """The seeds of the modules that stages distribute, if the model draws."""
+        names = [name for layer in self.shape().layers for name in layer.modules]
+        return BlockSeeds(names) if names and why_random(self.example.config) else None
 
     def _refuse_unfit_data(self) -> None:
         if self.train.vocab_size > self.vocab_size:
@@ -110,7 +118,9 @@ class CausalLMWorkload(NextToken):
         model = build(self.settings.config, name)
         if self.lora:
             add_adapters(model, self.lora)
-        model.forward = staged_forward(model, self.anatomy, parallel.cp)
+        if self.block_seeds is not None:
+            self.block_seeds.attach(model)
+        model.forward = staged_forward(model, self.anatomy, parallel.cp, self.block_seeds)
         return model
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
@@ -151,6 +161,9 @@ class CausalLMWorkload(NextToken):
     ) -> ModuleInputs:
         keywords, inputs, targets = {}, batch.tokens, batch.targets
         documents = batch.documents
+        if self.block_seeds is not None and seeds:
+            num_each = len(batch.tokens) // len(seeds)
+            keywords["seeds"] = torch.tensor(seeds).repeat_interleave(num_each)
         if parallel.num_cp > 1 and documents is None:
             documents = torch.zeros_like(inputs)
         if documents is not None:
@@ -196,25 +209,37 @@ def separates_documents(model: nn.Module) -> bool:
 
 
 def staged_forward(
-    model: nn.Module, anatomy: Anatomy, ring: ProcessGroup | None = None
+    model: nn.Module,
+    anatomy: Anatomy,
+    ring: ProcessGroup | None = None,
+    block_seeds: BlockSeeds | None = None,
 ) -> Callable[..., Tensor | RoutedLogits]:
     """The forward of a pipeline stage, which replaces the model's.
 
     It maps tokens, or hidden states of the stage before, to logits or hidden states for the next
     stage, and to the loss of the routers if the config requests it. `positions` (batch, length)
     restart with each document. If the tokens of a sequence are sharded over the group `ring`,
-    `documents` are those of all tokens.
+    `documents` are those of all tokens. `seeds` are those of each sample's microbatch, by which
+    `block_seeds` seed draws.
     """
     whole: Callable[..., Any] = model.forward
 
     def forward(
-        hidden: Tensor, positions: Tensor | None = None, documents: Tensor | None = None
+        hidden: Tensor,
+        positions: Tensor | None = None,
+        documents: Tensor | None = None,
+        seeds: Tensor | None = None,
     ) -> Tensor | RoutedLogits:
         inputs: dict[str, Any] = {
             ("inputs_embeds" if hidden.is_floating_point() else "input_ids"): hidden
         }
         if positions is not None:
             inputs["position_ids"] = positions.to(hidden.device)
+        if block_seeds is not None:
+            current = None
+            if seeds is not None and model.training:
+                current = PassSeeds(tuple(seeds.unique_consecutive().tolist()), hidden.device)
+            block_seeds.begin_blocks(current)
         if ring is not None:
             assert documents is not None, "the ring needs the length of whole sequences"
             inputs["ring"] = attention_interface.RingPass(ring, documents)

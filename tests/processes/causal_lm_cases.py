@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -14,7 +15,7 @@ from ranks import formed_groups, open_file_store
 from test_replica import Trained, program_of, train
 
 from elastic.geometry.layout import Layout
-from elastic.geometry.sample_order import microbatch_seed, sample_of
+from elastic.geometry.sample_order import keyed_seed, microbatch_seed, sample_of
 from elastic.geometry.shard_map import region_of
 from pipelines.data.windows import Samples
 from pipelines.hugging_face.causal_lm import positions_of
@@ -65,6 +66,7 @@ def train_plain_model(
 ) -> tuple[list[tuple[float, float]], dict]:
     """Train the model with plain `transformers` on the same samples."""
     model, optimizer = plain_causal_lm.load(settings.init_from), settings.optimizer
+    seed_layers(model, settings)
     data = program_of(settings).workload.train
     losses_and_norms = plain_causal_lm.train(
         model,
@@ -77,15 +79,33 @@ def train_plain_model(
     return losses_and_norms, model.state_dict()
 
 
+def seed_layers(model: torch.nn.Module, settings: TrainSettings) -> None:
+    """Seed in each layer of a Llama that draws random numbers, by its number behind the embedding
+    and by the microbatch, which is the whole batch of a step."""
+    num_steps = 0
+
+    def begin(*ignored: object) -> None:
+        nonlocal num_steps
+        num_steps += 1
+
+    def enter(number: int, *ignored: object) -> None:
+        seed = microbatch_seed(settings.seed, num_steps, 0)
+        torch.manual_seed(keyed_seed("block", seed, number))
+
+    if getattr(model.config, "attention_dropout", 0):
+        model.register_forward_pre_hook(begin)
+        for number, layer in enumerate(model.model.layers, start=1):
+            layer.register_forward_pre_hook(partial(enter, number))
+
+
 def plain_batches(settings: TrainSettings, data: Samples, num_steps: int) -> Iterator[tuple]:
-    """The batch of each step, which is one microbatch where a model draws random numbers."""
+    """The batch of each step."""
     for step in range(num_steps):
         ids = range(step * settings.batch, (step + 1) * settings.batch)
         batch = data.read(
             [sample_of(settings.seed, sample_id, data.num_samples) for sample_id in ids]
         )
         positions = None if batch.documents is None else positions_of(batch.documents)
-        torch.manual_seed(microbatch_seed(settings.seed, step + 1, 0))
         yield batch.tokens, batch.targets, positions
 
 

@@ -29,6 +29,9 @@ from elastic.geometry.regions import Region
 from elastic.geometry.target_layout import TargetLayout
 from elastic.protocol.events import LayoutRequested
 from pipelines.errors import UserError
+from pipelines.hugging_face.anatomy import anatomy_of
+from pipelines.hugging_face.architectures import fields_of
+from pipelines.hugging_face.building import build
 from pipelines.hugging_face.export import export
 from pipelines.run.plan import TrainRequest, make_plan
 from pipelines.run.recipes import load
@@ -71,6 +74,8 @@ CASES = [
     Case("tied", "fsdp=3"),
     Case("qwen2", "tp=2"),
     Case("dropout", "tp=2", BATCH),
+    Case("dropout", "pp=2", BATCH),
+    Case("dropout", "pp=2,tp=2", BATCH),
     Case("qwen2", "pp=2,fsdp=2"),
     Case("mixtral", "tp=2"),
     Case("mixtral", "pp=2,tp=2"),
@@ -142,6 +147,36 @@ def test_killed_and_resharded_run_is_exported_for_transformers(tmp_path: Path) -
     stored = models_on_disk.load_pretrained(tmp_path / "out", torch.float64).state_dict()
     for name, weight in weights.items():
         torch.testing.assert_close(stored[name], weight, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.slow
+def test_dropout_of_a_killed_pipeline_is_that_of_one_worker(tmp_path: Path) -> None:
+    """The three microbatches of a step draw alike on two stages, and on one worker."""
+    settings = settings_for(save_model(tmp_path, "dropout"), steps=8, microbatch=2, eval_every=0)
+    kill = Fault("kill", "w1", 4, "compute")
+    run = run_in_processes(tmp_path / "run", settings, 2, layout="pp=2", faults=(kill,))
+    assert run.stopped.outcome == "completed"
+    assert [line["layout"] for line in run.lines_of("Resume")] == ["pp=2", "dp=1"]
+    alone = run_in_processes(tmp_path / "alone", settings, 1)
+    assert list(run.losses().values()) == pytest.approx(list(alone.losses().values()), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    ("family", "fields", "message"),
+    [
+        ("starcoder2", {"embedding_dropout": 0.1}, "outside of its layers"),
+        ("starcoder2", {"residual_dropout": 0.1, "attention_dropout": 0.2}, None),
+        ("gpt_neox", {"hidden_dropout": 0.1}, None),
+        ("phi", {"embd_pdrop": 0.1, "resid_pdrop": 0.1}, None),
+        ("mixtral", {"attention_dropout": 0.1, "router_jitter_noise": 0.1}, None),
+    ],
+)
+def test_draws_outside_of_layers_are_refused_under_pp(
+    family: str, fields: dict[str, float], message: str | None
+) -> None:
+    reason = dict(anatomy_of(build(fields_of(family) | fields)).shape.limits.refused).get("pp")
+    assert reason is None if message is None else message in (reason or "")
+    assert "\n" not in (reason or "")
 
 
 def test_initial_values_are_those_of_the_folder_or_of_transformers(tmp_path: Path) -> None:
