@@ -5,23 +5,18 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
-from glob import glob
 from itertools import accumulate
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 
-from actors.storage.credentials import without_credentials
 from actors.storage.remote_files import RemoteFile
-from actors.storage.storage import is_remote
 from pipelines.data.cache import LocalCopies
-from pipelines.data.corpus import SourceFile, listed_files
+from pipelines.data.source_files import Named, SourceFile, named_files
 from pipelines.errors import UserError
 from pipelines.settings import CacheSettings
-from pipelines.settings.home import expand_home
 
 SUFFIXES = (".parquet", ".arrow")
 NUM_GROUPS_KEPT = 8
@@ -31,23 +26,23 @@ NUM_GROUPS_KEPT = 8
 class ArrowDataset:
     """Rows as dicts by column: numbers, strings, and lists of numbers as numpy arrays.
 
-    `path` is a file, a folder or a glob, also at a URL, from where each file is copied to the cache
-    of the machine when a row of it is first read (an `.arrow` file at once); `cache` are its
-    settings. `columns` are the columns to read (None: all). `.arrow` files (IPC) are memory-mapped.
-    Of `.parquet` files the latest row groups are cached decoded, so write small row groups (a few
-    thousand rows) for reading in random order.
+    `path` is a file, a folder or a glob, or a list of these, also at URLs, from where each file is
+    copied to the cache of the machine when a row of it is first read (an `.arrow` file at once);
+    `cache` are its settings. `columns` are the columns to read (None: all). `.arrow` files (IPC)
+    are memory-mapped. Of `.parquet` files the latest row groups are cached decoded, so write small
+    row groups (a few thousand rows) for reading in random order.
     """
 
     def __init__(
         self,
-        path: str | Path,
+        path: Named,
         columns: Sequence[str] | None = None,
         cache: CacheSettings | None = None,
     ) -> None:
         """Raises `UserError` if there is no such file, or a file cannot be read."""
         self.columns = list(columns) if columns is not None else None
         self.cache = cache or CacheSettings()
-        self.files = _files(str(path))
+        self.files = named_files(path, SUFFIXES)
         self._open()
 
     def __len__(self) -> int:
@@ -109,27 +104,6 @@ def _metadata(file: SourceFile) -> pq.FileMetaData:
         return pq.read_metadata(file)
     with file.system.open_input_file(file.path) as opened:
         return pq.read_metadata(opened)
-
-
-def _files(path: str) -> Sequence[SourceFile]:
-    if is_remote(path):
-        return _files_at(path)
-    place = expand_home(path)
-    if place.is_dir():
-        files = [str(file) for suffix in SUFFIXES for file in place.rglob(f"*{suffix}")]
-    else:
-        files = glob(str(place), recursive=True)
-    if not files:
-        raise UserError(f"{path}: there is no {' or '.join(SUFFIXES)} file; name a file or folder")
-    return sorted(Path(file).resolve() for file in files)
-
-
-def _files_at(url: str) -> Sequence[SourceFile]:
-    shown = without_credentials(url)
-    files = [file for file in listed_files(url, shown) if file.suffix in SUFFIXES]
-    if not files:
-        raise UserError(f"{shown}: there is no {' or '.join(SUFFIXES)} file; name a file or folder")
-    return files
 
 
 def _value(cell: pa.Scalar) -> Any:

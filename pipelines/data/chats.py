@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol
 
-from pipelines.data.corpus import SourceFile
+from pipelines.data.source_files import SourceFile
 from pipelines.data.tokens import Tokenizer, find_tokenizer
 from pipelines.data.transformers_library import library
 from pipelines.errors import UserError

@@ -18,9 +18,10 @@ import pyarrow.parquet as pq
 
 from actors.storage.content_versions import Version
 from actors.storage.credentials import without_credentials
-from actors.storage.remote_files import RemoteFile, remote_files
+from actors.storage.remote_files import RemoteFile
 from actors.storage.storage import is_remote
 from pipelines.data.shards import INDEX, is_prepared
+from pipelines.data.source_files import SourceFile, listed_files
 from pipelines.errors import UserError
 from pipelines.settings.home import expand_home
 
@@ -34,8 +35,6 @@ PART_CHARS = 1 << 16
 """The length of a document of a split text file, extended to the end of its line."""
 EXCLUDED = {"site-packages", "dist-packages", "test", "tests", "idlelib", "__pycache__"}
 """Folders of the standard library that are not part of the default corpus."""
-
-SourceFile = Path | RemoteFile
 
 
 @dataclass(frozen=True)
@@ -89,19 +88,6 @@ def find_corpus(data: str = "") -> Corpus:
     if not files:
         raise UserError(f"--data {data}: has no {KINDS} file; name files, a folder or a glob")
     return Corpus(data, tuple(files))
-
-
-def listed_files(url: str, shown: str) -> list[RemoteFile]:
-    """The files at a URL, which messages show as `shown`. Raises `UserError` if they cannot be
-    listed."""
-    try:
-        return remote_files(url)
-    except (OSError, ValueError, ImportError) as error:
-        cause = without_credentials(str(error).splitlines()[0])
-        raise UserError(
-            f"{shown}: cannot be listed ({cause}); check the URL, this machine's network and the "
-            "credentials in its environment"
-        ) from None
 
 
 def _remote_corpus(data: str) -> Corpus:

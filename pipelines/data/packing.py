@@ -14,9 +14,10 @@ from safetensors.numpy import load, save
 from actors.storage.credentials import without_credentials
 from actors.storage.storage import is_remote, open_storage
 from pipelines.data.chats import Conversation, Rendering, conversations_in, find_rendering
-from pipelines.data.corpus import Corpus, SourceFile, file_errors_reported, find_corpus
+from pipelines.data.corpus import Corpus, file_errors_reported, find_corpus
 from pipelines.data.opening import DataPlan
 from pipelines.data.prepare import hash_of
+from pipelines.data.source_files import SourceFile
 from pipelines.data.windows import Batch
 from pipelines.errors import UserError
 from pipelines.settings.home import expand_home

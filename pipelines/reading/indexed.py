@@ -7,6 +7,7 @@ from typing import Any
 
 from pipelines.errors import UserError
 from pipelines.reading.endless import Endless
+from pipelines.reading.foreign_datasets import refuse_foreign
 from pipelines.reading.stream import Stream, is_stream
 from pipelines.reading.stream_positions import NUM_STEPS, StreamPositions
 from pipelines.settings import TrainSettings
@@ -22,6 +23,7 @@ def open_indexed(
     can be iterated only once.
     """
     dataset = open_dataset()
+    refuse_foreign(dataset)
     if isinstance(dataset, Endless):
         dataset.seed = settings.seed
     if not is_stream(dataset):
@@ -35,6 +37,7 @@ def open_indexed(
 
 def map_style(dataset: Any, name: str = "data") -> Dataset:
     """A dataset with a length and an index. Raises `UserError` for another."""
+    refuse_foreign(dataset)
     missing = [name for name in ("__len__", "__getitem__") if not hasattr(type(dataset), name)]
     if missing:
         stream = ", or one that can be iterated again and again" if name == "data" else ""

@@ -65,6 +65,7 @@ LEVELS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("training/tensor",),
         ("training/workload",),
         ("custom_data",),
+        ("custom_data/sample_shards",),
         ("data", "reading"),
         ("data/cache",),
         ("settings",),

@@ -9,6 +9,7 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from pipelines.errors import UserError
 from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.prepared.optimizer_factory import ScriptOptimizerFactory
+from pipelines.reading.foreign_datasets import refuse_foreign
 from pipelines.training.custom.optimizer_checks import refuse_unfit
 from pipelines.training.workload.state import trained_dims
 
@@ -31,6 +32,11 @@ def refuse_unkeepable(factory: ScriptOptimizerFactory, model: nn.Module, steps: 
 
 def refuse_distributed(item: object) -> None:
     """Raise `LoopMisused` for an object that is distributed over processes already."""
+    try:
+        refuse_foreign(item)
+        refuse_foreign(getattr(item, "dataset", None))
+    except UserError as error:
+        raise LoopMisused(f"run.prepare: {error}") from None
     kind = type(item)
     if kind.__module__.partition(".")[0] == "accelerate":
         raise LoopMisused(

@@ -1,0 +1,1 @@
+"""Samples in shards that other libraries write: tar files of WebDataset, MDS of Streaming."""

@@ -1,0 +1,196 @@
+"""A map-style dataset of the samples of tar files, as WebDataset writes them."""
+
+from __future__ import annotations
+
+import os
+import sys
+import zipfile
+from bisect import bisect_right
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from itertools import accumulate
+from pathlib import Path
+from typing import Any
+
+from actors.storage.credentials import without_credentials
+from actors.storage.remote_files import RemoteFile
+from pipelines.custom_data.sample_shards.field_decoders import Decoder, FieldDecoders
+from pipelines.custom_data.sample_shards.tar_index import FORMAT, TarIndex, index_tar
+from pipelines.data.cache import LocalCopies
+from pipelines.data.source_files import Named, SourceFile, named_files
+from pipelines.errors import DataUnreachable, UserError
+from pipelines.settings import CacheSettings
+
+SUFFIXES = (".tar",)
+REPORTED_BYTES = 1 << 30
+"""Indexing more than this takes so long that a line announces it."""
+
+
+class TarDataset:
+    """Samples as dicts by field, such as `{"__key__": "a/1", "jpg": <image>, "cls": 3}`.
+
+    `paths` are files, folders or globs, also at URLs, with braces for numbers:
+    `"s3://bucket/train-{000000..000099}.tar"`. The samples have the order of the files, and in a
+    file that of its members. `fields` are the fields to read (None: all); each sample must have
+    them. `decoders` replace or add to those by the names of fields, such as `{"jpg": bytes}`.
+    `transform` is called with each sample. Pickled fields are refused unless `allow_pickle`.
+
+    Each file is indexed once on a machine; the index is kept in the machine's cache, `cache`, with
+    the copies of files at URLs. A file at a URL is copied there again when it has been evicted.
+    """
+
+    def __init__(
+        self,
+        paths: Named,
+        fields: Sequence[str] | None = None,
+        transform: Callable[[dict[str, Any]], Any] | None = None,
+        decoders: Mapping[str, Decoder] | None = None,
+        allow_pickle: bool = False,
+        cache: CacheSettings | None = None,
+    ) -> None:
+        """Raises `UserError` if there is no such file, or a file cannot be read or is damaged."""
+        self.fields = list(fields) if fields is not None else None
+        self.transform = transform
+        self.cache = cache or CacheSettings()
+        self.files = named_files(_without_commands(paths), SUFFIXES)
+        self._decoders = FieldDecoders(decoders or {}, allow_pickle)
+        self._states = [_state(file) for file in self.files]
+        self._open()
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> Any:
+        """Raises `UserError` for a damaged field, `DataUnreachable` for a file out of reach."""
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        number = bisect_right(self._ends, index)
+        tar = self._indexes[number]
+        row = index - self._ends[number] + tar.num_samples
+        key, shown = tar.key(row), str(self.files[number])
+        sample: dict[str, Any] = {"__key__": key, "__url__": shown}
+        for name, data in self._contents(number, row):
+            sample[name] = self._decoders.decode(name, data, f"{shown}, sample {key!r}")
+        return sample if self.transform is None else self.transform(sample)
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Without the indexes, which the cache has."""
+        opened = ("_copies", "_indexes", "_ends")
+        return {name: value for name, value in vars(self).items() if name not in opened}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._open()
+
+    def _open(self) -> None:
+        self._copies = LocalCopies(self.cache)
+        self._indexes = self._all_indexed()
+        self._ends = list(accumulate(index.num_samples for index in self._indexes))
+        if not self._ends[-1]:
+            raise UserError(f"{self.files[0]}: has no samples, which are files such as 'a.jpg'")
+        self._refuse_unreadable()
+
+    def _contents(self, number: int, row: int) -> Iterator[tuple[str, bytes]]:
+        file = self.files[number]
+        with self._local(file) as path, path.open("rb") as tar:
+            if not isinstance(file, RemoteFile) and _state_of(tar.fileno()) != self._states[number]:
+                raise UserError(f"{file}: has changed since the run opened it; start the run again")
+            for name, offset, size in self._indexes[number].fields(row):
+                if self.fields is None or name in self.fields:
+                    tar.seek(offset)
+                    yield name, tar.read(size)
+
+    @contextmanager
+    def _local(self, file: SourceFile) -> Iterator[Path]:
+        try:
+            if isinstance(file, RemoteFile):
+                with self._copies.using(file) as path:
+                    yield path
+            else:
+                yield file
+        except OSError as error:
+            cause = without_credentials(str(error).splitlines()[0])
+            raise DataUnreachable(
+                f"{file}: cannot be read ({cause}); check this machine's disk, its network and the "
+                "credentials in its environment"
+            ) from None
+
+    def _all_indexed(self) -> list[TarIndex]:
+        found = [self._kept_index(number) for number in range(len(self.files))]
+        missing = [number for number, index in enumerate(found) if index is None]
+        num_bytes = sum(_size(self.files[number]) for number in missing)
+        if num_bytes > REPORTED_BYTES:
+            _report(
+                f"indexing {len(missing)} tar files, {num_bytes / 1e9:.1f} GB, for the first time"
+            )
+        with ThreadPoolExecutor(self.cache.num_fetchers) as pool:
+            made = dict(zip(missing, pool.map(self._made_index, missing), strict=True))
+        return [index if index is not None else made[n] for n, index in enumerate(found)]
+
+    def _kept_index(self, number: int) -> TarIndex | None:
+        try:
+            content = self._copies.find(self._identity(number))
+            return TarIndex.from_bytes(content) if content is not None else None
+        except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+            _report(
+                f"{self.files[number]}: its kept index cannot be read ({error}): making it again"
+            )
+            return None
+
+    def _made_index(self, number: int) -> TarIndex:
+        file = self.files[number]
+        with self._local(file) as path:
+            index = index_tar(path, str(file))
+        try:
+            self._copies.keep(self._identity(number), index.to_bytes())
+        except OSError as error:  # the next process makes it again
+            _report(f"{file}: its index cannot be kept in the cache: {error}")
+        return index
+
+    def _identity(self, number: int) -> str:
+        file = self.files[number]
+        place = file.url if isinstance(file, RemoteFile) else str(file)
+        return f"{FORMAT} {place} {self._states[number]}"
+
+    def _refuse_unreadable(self) -> None:
+        for file, index in zip(self.files, self._indexes, strict=True):
+            names = index.names if self.fields is None else self.fields
+            self._decoders.refuse_unsafe(names, str(file))
+            for name in self.fields or ():
+                if (sample := index.sample_without(name)) is not None:
+                    raise UserError(
+                        f"{file}: sample {index.key(sample)!r} has no field {name!r}, only "
+                        f"{', '.join(field for field, _, _ in index.fields(sample))}"
+                    )
+
+
+def _without_commands(paths: Named) -> Named:
+    for path in [paths] if isinstance(paths, str | Path) else paths:
+        if str(path).startswith("pipe:") or "::" in str(path):
+            raise UserError(
+                f"{path}: names a command or several URLs in the way of WebDataset: give a list of "
+                'the URLs themselves, such as ["s3://bucket/train-{000..099}.tar"]'
+            )
+    return paths
+
+
+def _state(file: SourceFile) -> tuple[object, ...]:
+    """What changes with the content of a file."""
+    if isinstance(file, RemoteFile):
+        return file.num_bytes, file.version
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns
+
+
+def _state_of(fd: int) -> tuple[int, int]:
+    status = os.fstat(fd)
+    return status.st_size, status.st_mtime_ns
+
+
+def _size(file: SourceFile) -> int:
+    return file.num_bytes if isinstance(file, RemoteFile) else file.stat().st_size
+
+
+def _report(line: str) -> None:
+    print(f"elastic: {line}", file=sys.stderr, flush=True)
