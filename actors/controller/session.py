@@ -17,7 +17,7 @@ from typing import Any
 from actors.controller.fleet import Fleet, dispatch
 from actors.controller.guard import GuardedCore
 from actors.controller.journal import replay_of
-from actors.controller.shell_parts import Detector, RunClock, ShellParts, StorageOrders
+from actors.controller.shell_parts import Detector, JoinedInbox, RunClock, ShellParts, StorageOrders
 from actors.storage.file_names import JOURNAL, METRICS
 from actors.storage.lease import Lease
 from actors.storage.line_logs import LineLog
@@ -65,7 +65,7 @@ class ControllerSession:
         self._due = list(due)
         self._run = run
         self._lease = lease
-        self._inbox = parts.make_inbox()
+        self._inbox = JoinedInbox(parts.make_inbox())
         self._journal = parts.open_journal(LineLog(run, JOURNAL), lease)
         self._metrics = parts.open_metrics(LineLog(run, METRICS), lease)
         try:

@@ -24,7 +24,7 @@ from actors.storage.line_writers import Lines, open_lines
 from actors.storage.storage import DiskStorage, Storage
 from elastic.controller.core import Core
 from elastic.protocol.controller_state import ControllerState
-from elastic.protocol.events import Event, NodeDraining
+from elastic.protocol.events import Event, NodeDraining, PartWritten
 
 Clock = Callable[[], float]
 Post = Callable[[Event], None]
@@ -66,6 +66,40 @@ class Inbox(Protocol):
 
     def empty(self) -> bool:
         """Whether no event waits."""
+
+
+class JoinedInbox:
+    """An inbox that joins reports of one checkpoint that wait one behind the other: a thousand
+    workers that have written their parts are one event, and one line of the journal."""
+
+    def __init__(self, inbox: Inbox) -> None:
+        self._inbox = inbox
+        self._next: Event | None = None
+        """An event that was taken and did not join the one before it."""
+
+    def put(self, event: Event) -> None:
+        self._inbox.put(event)
+
+    def empty(self) -> bool:
+        return self._next is None and self._inbox.empty()
+
+    def get(self, *, timeout: float) -> Event:
+        event, self._next = self._next, None
+        if event is None:
+            event = self._inbox.get(timeout=timeout)
+        if not isinstance(event, PartWritten):
+            return event
+        label, others = (event.generation, event.step), list(event.others)
+        while self._next is None and not self._inbox.empty():
+            following = self._inbox.get(timeout=0.0)
+            if isinstance(following, PartWritten) and label == (
+                following.generation,
+                following.step,
+            ):
+                others += following.parts
+            else:
+                self._next = following
+        return replace(event, others=tuple(others)) if others else event
 
 
 class Detector(Protocol):

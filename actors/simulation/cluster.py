@@ -112,6 +112,8 @@ class SimulatedCluster:
     def _place(self) -> None:
         """Start waiting workers on free nodes."""
         for name, quarantined in list(self._waiting.items()):
+            if not self._free:
+                return
             node = next((node for node in self._free if node not in quarantined), None)
             if node is None:
                 continue

@@ -71,6 +71,10 @@ class CheckpointWrites:
     ) -> None:
         if turn == self._turn:
             self._under_way -= 1
-        for worker in self._cluster.alive(workers):
-            file = PartFile(f"part-{worker.name}", part_bytes, 0)
-            self._post(PartWritten(worker.name, generation, step, file))
+        parts = tuple(
+            (worker.name, PartFile(f"part-{worker.name}", part_bytes, 0))
+            for worker in self._cluster.alive(workers)
+        )
+        if parts:  # one event, as the shell joins reports that arrive together
+            (name, file), *others = parts
+            self._post(PartWritten(name, generation, step, file, tuple(others)))

@@ -123,13 +123,14 @@ def on_part(state: ControllerState, now: float, event: PartWritten | PartFailed)
 
 def _on_part_written(state: ControllerState, now: float, event: PartWritten) -> None:
     _expect_early(state, now, event)
-    note_part(state, event.worker)
     upload = state.checkpoints.uploads.get(upload_key(event.generation, event.step))
-    if upload and event.worker in upload.pending:
-        upload.pending.discard(event.worker)
-        upload.files[event.file.name] = event.file
-        if not upload.pending:
-            state.checkpoints.costs.note_write(now - upload.since)
+    for worker, file in event.parts:
+        note_part(state, worker)
+        if upload and worker in upload.pending:
+            upload.pending.discard(worker)
+            upload.files[file.name] = file
+            if not upload.pending:
+                state.checkpoints.costs.note_write(now - upload.since)
 
 
 def _on_part_failed(state: ControllerState, now: float, event: PartFailed) -> list[Command]:

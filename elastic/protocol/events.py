@@ -9,13 +9,7 @@ from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Job
 from elastic.protocol.controller_events import ControllerEvent
 from elastic.protocol.policy import Policy
-from elastic.protocol.snapshot_events import (
-    SnapshotServerLost,
-    SnapshotServerReady,
-    SnapshotServerReported,
-    SnapshotServerSuspected,
-    SnapshotTimed,
-)
+from elastic.protocol.snapshot_events import SnapshotEvent
 from elastic.protocol.step_records import RecordsSent
 from elastic.protocol.votes import StepRecord, Vote
 
@@ -309,6 +303,13 @@ class PartWritten:
     generation: int
     step: int
     file: PartFile
+    others: tuple[tuple[str, PartFile], ...] = ()
+    """Other workers and their parts of the same step, which the controller had received, too."""
+
+    @property
+    def parts(self) -> tuple[tuple[str, PartFile], ...]:
+        """All of them."""
+        return ((self.worker, self.file), *self.others)
 
 
 @dataclass(frozen=True, slots=True)
@@ -372,11 +373,7 @@ Event = (
     | WorkerDraining
     | NodeDraining
     | NodeAtRisk
-    | SnapshotServerReady
-    | SnapshotServerSuspected
-    | SnapshotServerLost
-    | SnapshotServerReported
-    | SnapshotTimed
+    | SnapshotEvent
     | GroupFormed
     | StateReady
     | StepCommitted

@@ -57,3 +57,12 @@ class SnapshotTimed:
     worker: str
     generation: int
     share: float
+
+
+SnapshotEvent = (
+    SnapshotServerReady
+    | SnapshotServerSuspected
+    | SnapshotServerLost
+    | SnapshotServerReported
+    | SnapshotTimed
+)

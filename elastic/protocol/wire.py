@@ -52,7 +52,7 @@ def encode(value: Any, is_sparse: bool = False) -> Any:
     If `is_sparse`, fields with their default value are omitted, and a policy, which has no
     defaults, becomes a short text.
     """
-    kind = type(value)
+    kind: Any = type(value)
     if kind in _PLAIN:
         return value
     if kind is float:
@@ -262,6 +262,8 @@ def _values(value: StepRecord | Vote) -> list[Any]:
 
 def _line(now: float, role: str, value: Event | Command, state: ControllerState) -> dict[str, Any]:
     body = encode(value)
+    if body.get("others") == []:  # almost every `PartWritten` of a small run
+        del body["others"]
     head = {"time": now, role: body.pop("is"), "generation": state.generation}
     return {**head, **body, "format": FORMAT}
 

@@ -25,7 +25,7 @@ def copy_state(value: T) -> T:
 
 
 def _copy(value: Any) -> Any:
-    kind = type(value)
+    kind: Any = type(value)
     if _is_immutable(kind):
         return value
     if kind is list:
@@ -38,17 +38,19 @@ def _copy(value: Any) -> Any:
         return {key: _copy(item) for key, item in value.items()}
     if kind is deque:
         return deque([_copy(item) for item in value], value.maxlen)
-    if not is_dataclass(kind):
+    names = _names(kind)
+    if names is None:
         return deepcopy(value)
     copied = object.__new__(kind)
-    for name in _names(kind):
+    for name in names:
         object.__setattr__(copied, name, _copy(getattr(value, name)))
     return copied
 
 
 @cache
-def _names(kind: type) -> tuple[str, ...]:
-    return tuple(field.name for field in fields(kind))
+def _names(kind: Any) -> tuple[str, ...] | None:
+    """The fields of a dataclass; None for another type."""
+    return tuple(field.name for field in fields(kind)) if is_dataclass(kind) else None
 
 
 @cache

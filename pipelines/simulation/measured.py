@@ -56,11 +56,11 @@ class CostSamples:
                 self._begin(name, now)
             case "StateReady" if line["bytes_moved"] >= LEAST_BYTES:
                 self.add("bytes_per_s", line["bytes_moved"] / max(LEAST_S, line["seconds"]))
-            case "PartWritten" if line["file"]["num_bytes"] >= LEAST_BYTES:
-                if line["step"] not in self.saved_at:
-                    return
+            case "PartWritten" if line["step"] in self.saved_at:
                 write_s = max(LEAST_S, now - self.saved_at[line["step"]])
-                self.add("storage_bytes_per_s", line["file"]["num_bytes"] / write_s)
+                for file in (line["file"], *(file for _, file in line.get("others", ()))):
+                    if file["num_bytes"] >= LEAST_BYTES:
+                        self.add("storage_bytes_per_s", file["num_bytes"] / write_s)
 
     def _begin(self, name: str, now: float) -> None:
         before = {"Form": ("Abort", "unwind_s"), "Reshard": ("Form", "form_s")}.get(name)
