@@ -226,7 +226,7 @@ def export_command(
     ] = None,
 ) -> None:
     """Convert a checkpoint of RUN to a Hugging Face model folder."""
-    from pipelines.hugging_face.export import export
+    from pipelines.hugging_face.weights.export import export
 
     typer.echo(export(run, storage, out, step, dtype))
 

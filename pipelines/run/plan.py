@@ -31,8 +31,8 @@ from pipelines.callbacks.loading import CallbackLike, load_callbacks
 from pipelines.data.opening import RANDOM, prepared_folder
 from pipelines.data.packing import prepare_chats
 from pipelines.errors import LayoutRefused, UserError
-from pipelines.hugging_face.pretrained import open_pretrained
 from pipelines.hugging_face.recipe import with_model_of_folder
+from pipelines.hugging_face.weights.pretrained import open_pretrained
 from pipelines.loop.script import Script
 from pipelines.observe.history.run_folder import (
     RECIPE,

@@ -21,7 +21,7 @@ from pipelines.data.windows import Samples
 from pipelines.errors import UserError
 from pipelines.hugging_face.building import config_of_model
 from pipelines.hugging_face.causal_lm import CausalLMWorkload
-from pipelines.hugging_face.pretrained import open_pretrained
+from pipelines.hugging_face.weights.pretrained import open_pretrained
 from pipelines.loop.loop import Loop
 from pipelines.loop.replica import LoopReplica
 from pipelines.loop.script import Script, recipe_of

@@ -23,7 +23,7 @@ from elastic.protocol.events import LayoutRequested, WorkerDraining
 from pipelines.errors import UserError
 from pipelines.hugging_face.adapters import is_adapter
 from pipelines.hugging_face.causal_lm import positions_of
-from pipelines.hugging_face.export import export
+from pipelines.hugging_face.weights.export import export
 from pipelines.run.plan import TrainRequest, make_plan
 from pipelines.run.program import TrainingProgram
 from pipelines.settings import CheckpointSettings

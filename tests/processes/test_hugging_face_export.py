@@ -35,7 +35,7 @@ from pipelines.cli import main
 from pipelines.data import prepare
 from pipelines.data.corpus import find_corpus
 from pipelines.data.tokens import ByteTokenizer, find_tokenizer
-from pipelines.hugging_face.export import export
+from pipelines.hugging_face.weights.export import export
 from pipelines.run.recipes import mlp
 from pipelines.settings import DataSettings
 from pipelines.training.models.transformer import Transformer
@@ -244,7 +244,7 @@ LARGE = DENSE.model_copy(update={"vocab_size": 40_000, "dim": 480, "num_layers":
 EXPORT = """
 import sys
 from pathlib import Path
-from pipelines.hugging_face.export import export
+from pipelines.hugging_face.weights.export import export
 
 def peak_bytes():
     lines = Path("/proc/self/status").read_text().splitlines()

@@ -34,7 +34,7 @@ from elastic.geometry.shard_map import region_of
 from pipelines.cli import main
 from pipelines.errors import UserError
 from pipelines.hugging_face import transformer_from
-from pipelines.hugging_face.export import export
+from pipelines.hugging_face.weights.export import export
 from pipelines.run.program import TrainingProgram
 from pipelines.settings import TransformerSettings
 

@@ -32,7 +32,7 @@ from pipelines.errors import UserError
 from pipelines.hugging_face.anatomy import anatomy_of
 from pipelines.hugging_face.architectures import fields_of
 from pipelines.hugging_face.building import build
-from pipelines.hugging_face.export import export
+from pipelines.hugging_face.weights.export import export
 from pipelines.run.plan import TrainRequest, make_plan
 from pipelines.run.recipes import load
 from pipelines.settings import CheckpointSettings

@@ -53,6 +53,7 @@ LEVELS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("run",),
         ("observe/sidecar",),
         ("observe/tracking",),
+        ("hugging_face/weights",),
         ("observe/view", "hugging_face", "loop", "callbacks"),
         ("loop/prepared", "hugging_face/routing"),
         ("observe/history", "training"),

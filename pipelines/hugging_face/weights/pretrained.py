@@ -18,8 +18,14 @@ from pipelines.errors import UserError
 from pipelines.hugging_face.adapters import base_name
 from pipelines.hugging_face.building import build
 from pipelines.hugging_face.configuration import CONFIG, read_config, settings_of
-from pipelines.hugging_face.names import EMBEDDING, HEAD, TensorPlace, parameter_shapes, place_of
 from pipelines.hugging_face.tensor_files import TensorFiles
+from pipelines.hugging_face.weights.names import (
+    EMBEDDING,
+    HEAD,
+    TensorPlace,
+    parameter_shapes,
+    place_of,
+)
 from pipelines.settings import HuggingFaceSettings, TrainSettings, TransformerSettings
 from pipelines.settings.overrides import differing_training_settings
 

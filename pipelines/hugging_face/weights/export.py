@@ -20,7 +20,9 @@ from pipelines.errors import UserError
 from pipelines.hugging_face.adapters import adapter_config, add_adapters, file_name, is_adapter
 from pipelines.hugging_face.building import build
 from pipelines.hugging_face.configuration import CONFIG, config_of
-from pipelines.hugging_face.names import (
+from pipelines.hugging_face.tensor_files import INDEX, ONE_FILE
+from pipelines.hugging_face.vocabulary import vocabulary_of, write_vocabulary
+from pipelines.hugging_face.weights.names import (
     StoredTensor,
     auxiliary_files,
     hugging_face_tensors,
@@ -28,9 +30,7 @@ from pipelines.hugging_face.names import (
     stored_whole,
     transformer_tensors,
 )
-from pipelines.hugging_face.shards import RegionReader, deal, write_shard
-from pipelines.hugging_face.tensor_files import INDEX, ONE_FILE
-from pipelines.hugging_face.vocabulary import vocabulary_of, write_vocabulary
+from pipelines.hugging_face.weights.shards import RegionReader, deal, write_shard
 from pipelines.observe.history.run_folder import RunFolder, find_run, refuse_other_format
 from pipelines.settings import HuggingFaceSettings, TrainSettings, TransformerSettings
 from pipelines.settings.home import expand_home

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from elastic.geometry.regions import Region
-from pipelines.hugging_face.names import StoredTensor, TensorShape
+from pipelines.hugging_face.weights.names import StoredTensor, TensorShape
 from pipelines.settings.safetensors_format import bytes_of, header_of, with_length
 
 RegionReader = Callable[[Mapping[str, Region]], Mapping[str, Tensor]]
