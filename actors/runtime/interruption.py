@@ -85,5 +85,5 @@ class Interruption:
         forget_substitute(me)
 
     def _stop_if_abandoned(self) -> None:
-        if self.is_abandoned():
+        if self._left and self.is_abandoned():  # called for each sample
             raise Interrupted("this thread was abandoned")
