@@ -5,10 +5,10 @@ from __future__ import annotations
 import gzip
 import io
 import pickle
-import subprocess
 import sys
 import tarfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -17,13 +17,18 @@ import pytest
 import torch
 from PIL import Image
 from shard_writers import write_tar
+from torch import nn
 
 from pipelines.custom_data import TarDataset
+from pipelines.custom_data.sample_shards.images import pillow
 from pipelines.custom_data.sample_shards.tar_index import TarIndex, index_tar
 from pipelines.data.cache.shard_cache import ROOM
+from pipelines.data.cache.shared_indexes import INDEXES
 from pipelines.data.source_files import expand_braces
 from pipelines.errors import UserError
-from pipelines.settings import CacheSettings
+from pipelines.run.program import TrainingProgram
+from pipelines.settings import CacheSettings, CustomModelSettings, TrainSettings
+from pipelines.settings.recipe import Recipe
 
 
 def saved(write: Callable[[io.BytesIO], object]) -> bytes:
@@ -120,26 +125,21 @@ def test_pickles_are_refused_unless_they_are_allowed(tmp_path: Path, cache: Cach
     assert TarDataset(allowed, allow_pickle=True, cache=cache)[0]["pyd"] == {1, 2}
 
 
-def test_images_stay_bytes_without_pillow_and_a_line_says_so(tmp_path: Path) -> None:
+def test_images_stay_bytes_without_pillow_and_a_line_says_so(
+    tmp_path: Path,
+    cache: CacheSettings,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     path = write_tar(tmp_path / "a.tar", [("x.png", FIELDS["png"]), ("y.png", FIELDS["png"])])
-    program = """
-import sys
-sys.modules["PIL"] = None
-from pipelines.custom_data.sample_shards.tar_dataset import TarDataset
-from pipelines.settings import CacheSettings
-data = TarDataset(sys.argv[1], cache=CacheSettings(folder=sys.argv[2]))
-print(*(type(data[i]["png"]).__name__ for i in range(2)))
-"""
-    ran = subprocess.run(
-        [sys.executable, "-c", program, str(path), str(tmp_path / "cache")],
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert ran.stdout.split() == ["bytes", "bytes"]
-    assert ran.stderr.splitlines() == [
-        "elastic: Pillow is not installed: images stay bytes; pip install pillow decodes them"
-    ]
+    data = TarDataset(path, cache=cache)
+    pillow.cache_clear()
+    with monkeypatch.context() as patched:
+        patched.setitem(sys.modules, "PIL.Image", None)  # as if it were not installed
+        assert [data[i]["png"] for i in range(2)] == [FIELDS["png"]] * 2
+    pillow.cache_clear()
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("elastic: Pillow is not installed: images stay bytes")
 
 
 def link(kind: bytes, target: str) -> Callable[[Path], None]:
@@ -272,6 +272,45 @@ def test_files_at_urls_are_copied_again_when_they_have_been_evicted(
         assert [data[i]["cls"] for i in range(5)] == list(range(5))
     sizes = [file.stat().st_size for file in (tmp_path / "cache").iterdir()]
     assert sum(sizes) <= small.max_bytes and sizes.count(10240) == 1
+
+
+@pytest.fixture
+def run_folder(tmp_path: Path) -> Iterator[Path]:
+    yield tmp_path / "run"
+    INDEXES.use(None)
+
+
+def test_worker_publishes_indexes_so_that_another_machine_need_not_copy_all_files(
+    shards: Path, run_folder: Path, tmp_path: Path
+) -> None:
+    def open_data(machine: str) -> TarDataset:
+        cache = CacheSettings(folder=str(tmp_path / machine))
+        return TarDataset(f"local://{shards}/part-000{{0..2}}.tar", transform=of_row, cache=cache)
+
+    recipe = Recipe(
+        model=lambda: nn.Linear(1, 1),
+        loss=lambda model, batch: model(batch).square().mean(),
+        optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
+        data=partial(open_data, "first"),
+    )
+    settings = TrainSettings(model=CustomModelSettings(), batch=2, microbatch=1)
+    program = TrainingProgram(
+        settings.model_dump(mode="json"), device="cpu", recipe=recipe, positions=str(run_folder)
+    )
+    assert not run_folder.exists(), "only a worker of the run writes there"
+    program.warm_up()
+    assert len(list((run_folder / "indexes").iterdir())) == 3
+    data = open_data("second")
+    sizes = [file.stat().st_size for file in (tmp_path / "second").iterdir()]
+    assert len(sizes) == 4 and 10240 not in sizes, "three indexes and the lock"
+    assert [float(data[i]) for i in range(5)] == [0, 1, 2, 3, 4]
+    for file in (run_folder / "indexes").iterdir():
+        file.write_bytes(b"damaged")
+    assert len(open_data("third")) == 5
+
+
+def of_row(sample: dict[str, Any]) -> torch.Tensor:
+    return torch.tensor([float(sample["cls"])])
 
 
 @pytest.mark.parametrize(

@@ -18,6 +18,7 @@ from actors.storage.remote_files import RemoteFile
 from pipelines.custom_data.sample_shards.field_decoders import Decoder, FieldDecoders
 from pipelines.custom_data.sample_shards.tar_index import FORMAT, TarIndex, index_tar
 from pipelines.data.cache import LocalCopies
+from pipelines.data.cache.shared_indexes import INDEXES
 from pipelines.data.source_files import Named, SourceFile, named_files
 from pipelines.errors import DataUnreachable, UserError
 from pipelines.settings import CacheSettings
@@ -36,8 +37,9 @@ class TarDataset:
     them. `decoders` replace or add to those by the names of fields, such as `{"jpg": bytes}`.
     `transform` is called with each sample. Pickled fields are refused unless `allow_pickle`.
 
-    Each file is indexed once on a machine; the index is kept in the machine's cache, `cache`, with
-    the copies of files at URLs. A file at a URL is copied there again when it has been evicted.
+    Each file is indexed once; the index is kept in the machine's cache, `cache`, with the copies of
+    files at URLs, and that of a file at a URL also in the folder of the run, for machines that
+    join. A copy that has been evicted is made again.
     """
 
     def __init__(
@@ -86,6 +88,9 @@ class TarDataset:
     def _open(self) -> None:
         self._copies = LocalCopies(self.cache)
         self._indexes = self._all_indexed()
+        for number, file in enumerate(self.files):
+            if isinstance(file, RemoteFile):  # those of other files are quickly made again
+                INDEXES.note(self._identity(number), self._copies)
         self._ends = list(accumulate(index.num_samples for index in self._indexes))
         if not self._ends[-1]:
             raise UserError(f"{self.files[0]}: has no samples, which are files such as 'a.jpg'")
@@ -129,24 +134,32 @@ class TarDataset:
         return [index if index is not None else made[n] for n, index in enumerate(found)]
 
     def _kept_index(self, number: int) -> TarIndex | None:
+        identity = self._identity(number)
         try:
-            content = self._copies.find(self._identity(number))
-            return TarIndex.from_bytes(content) if content is not None else None
+            if (content := self._copies.find(identity)) is not None:
+                return TarIndex.from_bytes(content)
+            if (content := INDEXES.find(identity)) is not None:
+                index = TarIndex.from_bytes(content)
+                self._keep(number, content)
+                return index
         except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
             _report(
                 f"{self.files[number]}: its kept index cannot be read ({error}): making it again"
             )
-            return None
+        return None
 
     def _made_index(self, number: int) -> TarIndex:
         file = self.files[number]
         with self._local(file) as path:
             index = index_tar(path, str(file))
-        try:
-            self._copies.keep(self._identity(number), index.to_bytes())
-        except OSError as error:  # the next process makes it again
-            _report(f"{file}: its index cannot be kept in the cache: {error}")
+        self._keep(number, index.to_bytes())
         return index
+
+    def _keep(self, number: int, content: bytes) -> None:
+        try:
+            self._copies.keep(self._identity(number), content)
+        except OSError as error:  # the next process makes it again
+            _report(f"{self.files[number]}: its index cannot be kept in the cache: {error}")
 
     def _identity(self, number: int) -> str:
         file = self.files[number]
