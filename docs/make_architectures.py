@@ -33,7 +33,6 @@ SHORT = {
     "no pipeline plan": "no plan",
     "shards none of its layers": "only experts in its plan",
     "has no experts": "no experts",
-    "experts of a transformers model": "experts are replicated",
     "sliding_window=": "sliding window",
     "its layers have": "not only attention",
     "mix tokens without": "own attention",

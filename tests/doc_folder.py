@@ -60,7 +60,7 @@ def _write_rows(folder: Path) -> None:
 def _write_models(folder: Path) -> None:
     """Models of `transformers` with random weights, under the names of real ones."""
     import torch  # noqa: PLC0415 - only some pages need these, which take seconds to import
-    from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config  # noqa: PLC0415
+    from transformers import AutoModelForCausalLM, LlamaConfig, MixtralConfig, Qwen3Config  # noqa: PLC0415
 
     sizes = {
         "vocab_size": VOCABULARY,
@@ -77,5 +77,6 @@ def _write_models(folder: Path) -> None:
     for name, config in (
         ("llama-1b", LlamaConfig(**sizes)),
         ("qwen3-0.6b", Qwen3Config(**sizes, head_dim=16)),
+        ("mixtral-8x7b", MixtralConfig(**sizes)),
     ):
         AutoModelForCausalLM.from_config(config).save_pretrained(folder / name)

@@ -19,6 +19,7 @@ from pipelines.hugging_face.building import (
 )
 from pipelines.hugging_face.placeholders import placeholder_for, why_draws_beside
 from pipelines.hugging_face.routing.router_loss import OPTION, has_router_loss
+from pipelines.hugging_face.routing.stacked_experts import stacked_experts
 from pipelines.hugging_face.transformers_private import undivided_classes
 from pipelines.training.attention.attention_interface import why_no_ring
 from pipelines.training.workload.layer_tensors import other_tie
@@ -39,9 +40,8 @@ CUT = {"colwise", "rowwise", "colwise_gathered"}
 """The styles of linear layers whose width `tp` divides."""
 
 EXPERTS = "moe_tp_experts"
-"""The plan's style of experts, which are replicated here."""
+"""The plan's style of experts, which `ep` shards here, never `tp`."""
 
-NO_EP = "the experts of a transformers model are not distributed"
 PART_ALONE = (
     "the load-balancing loss of routers is not linear in the tokens and layers of a microbatch, of "
     f"which a rank has a part: --set model.config.{OPTION}=false"
@@ -83,22 +83,22 @@ def anatomy_of(model: nn.Module) -> Anatomy:
     # Each rank draws for the whole activations of a layer; experts read values, so that it is
     # unknown which these are.
     has_layers = any(layer.modules for layer in layers)
-    has_experts = any(name.endswith(".experts") for name in names.values())
-    is_known = has_layers and not has_experts
+    experts = stacked_experts(model)
+    is_known = has_layers and not (experts.names or experts.problem)
     no_tp = no_tp or why_random(model.config, NOISE if is_known else RANDOM_FIELDS)
-    no_ep = NO_EP if has_experts else ""
-    reasons = {"cp": no_cp, "ep": no_ep, "tp": no_tp, "pp": no_pp}
+    reasons = {"cp": no_cp, "ep": experts.problem, "tp": no_tp, "pp": no_pp}
     refused = [(axis, reason) for axis, reason in reasons.items() if reason]
     limits = Limits(
         tp_divides=1 if no_tp else _divisor(model, styles),
         num_layers=len(layers),
-        num_experts=1,
+        num_experts=experts.num_experts,
         refused=tuple(refused),
     )
     shape = ModelShape(
         layers,
         limits,
         {} if no_tp else styles,
+        experts.names,
         sequence_parallel=False,
         make_substitute=placeholder_for,
     )

@@ -37,6 +37,7 @@ from pipelines.hugging_face.routing.router_loss import RoutedLogits, has_router_
 from pipelines.settings import HuggingFaceSettings, LoraSettings
 from pipelines.training.attention import attention_interface
 from pipelines.training.custom.microbatch_draws import BlockSeeds, PassSeeds
+from pipelines.training.models.expert_parallel import distribute_experts
 from pipelines.training.models.next_token import NextToken
 from pipelines.training.workload.initial_values import draw, slices_of
 from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups
@@ -118,6 +119,7 @@ class CausalLMWorkload(NextToken):
         model = build(self.settings.config, name)
         if self.lora:
             add_adapters(model, self.lora)
+        distribute_experts(model, self.shape(), parallel)
         if self.block_seeds is not None:
             self.block_seeds.attach(model)
         model.forward = staged_forward(model, self.anatomy, parallel.cp, self.block_seeds)

@@ -118,7 +118,8 @@ def run_rank(world_rank: int, folder: Path, cases: list[Case], num_processes: in
         if world_rank >= layout.num_workers:
             continue
         program = program_of(case.settings(folder))
-        with formed_groups(layout, store, case.name, world_rank) as groups:
+        has_experts = any(spec.ep_dim is not None for spec in program.specs())
+        with formed_groups(layout, store, case.name, world_rank, has_experts) as groups:
             trained = train(program, groups, NUM_STEPS)
         torch.save(trained._asdict(), folder / f"{case.name}-{world_rank}.pt")
 

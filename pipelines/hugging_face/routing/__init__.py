@@ -1,1 +1,1 @@
-"""Mixtures of experts in models of `transformers`: the loss of their routers."""
+"""Mixtures of experts in models of `transformers`: their experts, and the loss of their routers."""

@@ -9,7 +9,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
-from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor, Partial
 from torch.nn import functional
 
@@ -18,6 +17,13 @@ from pipelines.training.models.expert_products import (
     has_grouped_kernel,
     multiply_in_groups,
     multiply_in_loop,
+)
+from pipelines.training.models.token_exchange import (
+    Routing,
+    count_choices,
+    num_ranks,
+    send_through_experts,
+    send_to_experts_of,
 )
 from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups
 
@@ -72,8 +78,8 @@ class MixtureOfExperts(nn.Module):
         exact = torch.promote_types(tokens.dtype, torch.float32)
         logits = functional.linear(tokens.to(exact), _local_weight(self.router.weight).to(exact))
         best, chosen = logits.topk(self.settings.top_k)
-        counts = _count(chosen, self.settings.num_experts)
-        routing = _Routing(counts, self.parallel.ep)
+        counts = count_choices(chosen, self.settings.num_experts)
+        routing = Routing(counts, self.parallel.ep)
         # Before the experts, so that a GPU computes it while the host waits for the routing.
         shared = self.shared(hidden) if self.shared is not None else None
         outputs = self._chosen_outputs(tokens, chosen, routing)
@@ -92,71 +98,23 @@ class MixtureOfExperts(nn.Module):
         the fraction of choices of expert e, `P_e` its mean probability.
         """
         counts = counts.clone()
-        if _size(self.parallel.sequence) > 1:
+        if num_ranks(self.parallel.sequence) > 1:
             dist.all_reduce(counts, group=self.parallel.sequence)
         sums = logits.softmax(-1).sum(0)
         fractions = counts.to(sums.dtype) / counts.sum().clamp(min=1)
         factor = self.settings.balance_coefficient * self.settings.num_experts
         return factor * (fractions @ sums)
 
-    def _chosen_outputs(self, tokens: Tensor, chosen: Tensor, routing: _Routing) -> Tensor:
+    def _chosen_outputs(self, tokens: Tensor, chosen: Tensor, routing: Routing) -> Tensor:
         """The output of each chosen expert (tokens, k) for its token: (tokens, k, dim)."""
-        order = chosen.flatten().argsort(stable=True)
-        back = order.argsort()
-        copies = tokens[:, None].expand(-1, chosen.shape[1], -1).flatten(0, 1)
-        done = self._routed(_Permute.apply(copies, order, back), routing)
-        return torch.unflatten(_Permute.apply(done, back, order), 0, chosen.shape)
 
-    def _routed(self, rows: Tensor, routing: _Routing) -> Tensor:
-        """Send rows, sorted by expert, through the experts."""
-        group = self.parallel.ep
-        if _size(group) == 1:
+        def compute(rows: Tensor) -> Tensor:
+            if num_ranks(routing.group) > 1:
+                return send_through_experts(rows, routing, self.experts)
             outputs: Tensor = self.experts(rows, routing.counts)
             return outputs
-        sent, received = routing.read()
-        to_each, from_each = [sum(part) for part in sent], [sum(part) for part in received]
-        arrived = _TokenExchange.apply(rows, to_each, from_each, group)
-        counts = routing.received.view(len(received), -1)
-        experts = torch.arange(counts.shape[1], device=rows.device).repeat(len(received))
-        expert_of_row = experts.repeat_interleave(routing.received, output_size=len(arrived))
-        order = expert_of_row.argsort(stable=True)
-        back = order.argsort()
-        num_rows = [sum(part) for part in zip(*received, strict=True)]
-        done = self.experts(_Permute.apply(arrived, order, back), counts.sum(0), num_rows)
-        returned: Tensor = _TokenExchange.apply(
-            _Permute.apply(done, back, order), from_each, to_each, group
-        )
-        return returned
 
-
-class _Routing:
-    """The numbers of rows that this rank sends to each expert and receives for its own.
-
-    With `ep` the host needs them for the all-to-all. They are copied once for each forward of a
-    layer: the routing of a layer depends on the output of the one before. The copy starts here, and
-    the host waits for it only in `read`.
-    """
-
-    def __init__(self, counts: Tensor, group: ProcessGroup | None) -> None:
-        self.counts = counts
-        self.received = counts
-        self._num_ranks = _size(group)
-        if self._num_ranks == 1:
-            return
-        self.received = torch.empty_like(counts)
-        dist.all_to_all_single(self.received, counts, group=group)
-        both = torch.stack((counts, self.received)).view(2, self._num_ranks, -1)
-        self._on_host = both.to("cpu", non_blocking=True)
-        self._copied = torch.cuda.Event() if counts.device.type == "cuda" else None
-        if self._copied is not None:
-            self._copied.record()
-
-    def read(self) -> tuple[list[list[int]], list[list[int]]]:
-        """The numbers sent and received, each by rank, then by the rank's expert."""
-        if self._copied is not None:
-            self._copied.synchronize()
-        sent, received = self._on_host.tolist()
-        return sent, received
+        return send_to_experts_of(tokens, chosen, compute)
 
 
 class Experts(nn.Module):
@@ -183,38 +141,6 @@ class Experts(nn.Module):
         return multiply_in_loop(rows, host_counts, *weights)
 
 
-class _Permute(torch.autograd.Function):
-    """Rows in another order, whose inverse is `back`. The backward of plain indexing would add
-    gradients in an undefined order."""
-
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, order: Tensor, back: Tensor) -> Tensor:
-        ctx.save_for_backward(back)
-        return rows[order]
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        [back] = ctx.saved_tensors
-        return gradient[back], None, None
-
-
-class _TokenExchange(torch.autograd.Function):
-    """All-to-all of rows in rank order; the backward sends the gradients back."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, rows: Tensor, to_each: list[int], from_each: list[int], group: ProcessGroup
-    ) -> Tensor:
-        ctx.route = (from_each, to_each, group)
-        return _exchanged(rows, to_each, from_each, group)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        return _exchanged(gradient, *ctx.route), None, None, None
-
-
 class _Attach(torch.autograd.Function):
     """Identity of the hidden states; in backward the attached loss gets the gradient 1."""
 
@@ -229,20 +155,6 @@ class _Attach(torch.autograd.Function):
         return gradient, ctx.unit
 
 
-def _exchanged(
-    rows: Tensor, to_each: list[int], from_each: list[int], group: ProcessGroup
-) -> Tensor:
-    received = rows.new_empty(sum(from_each), *rows.shape[1:])
-    dist.all_to_all_single(received, rows.contiguous(), from_each, to_each, group=group)
-    return received
-
-
-def _count(chosen: Tensor, num_experts: int) -> Tensor:
-    """The number of choices of each expert. `bincount` would make the host wait for a GPU."""
-    ones = torch.ones_like(chosen).flatten()
-    return ones.new_zeros(num_experts).scatter_add_(0, chosen.flatten(), ones)
-
-
 def _weights(num_experts: int, num_out: int, num_in: int) -> nn.Parameter:
     """A stack of matrices (out, in) with the initial values of `nn.Linear`."""
     bound = 1 / math.sqrt(num_in)
@@ -255,7 +167,3 @@ def _local_weight(weight: Tensor) -> Tensor:
     if isinstance(weight, DTensor):
         return weight.to_local(grad_placements=[Partial()])
     return weight
-
-
-def _size(group: ProcessGroup | None) -> int:
-    return group.size() if group else 1

@@ -23,7 +23,7 @@ ATTENTION: dict[str, Style] = {
 """Shoeybi et al., Megatron-LM, 2019, with norms sharded over the sequence (Korthikanti et al.,
 Reducing Activation Recomputation, 2022)."""
 
-EXPERTS = ("feed_forward.experts.w1", "feed_forward.experts.w2", "feed_forward.experts.w3")
+EXPERTS = "layers.*.feed_forward.experts"
 
 
 def transformer_shape(settings: TransformerSettings, seq_len: int) -> ModelShape:
@@ -42,7 +42,7 @@ def transformer_shape(settings: TransformerSettings, seq_len: int) -> ModelShape
     styles = ATTENTION | _feed_forward(feed_forward)
     if experts:
         styles["layers.*.feed_forward.router"] = "replicated"
-    return ModelShape(layers, limits, styles, EXPERTS if experts else ())
+    return ModelShape(layers, limits, styles, (EXPERTS,) if experts else ())
 
 
 def _width(settings: TransformerSettings) -> int:

@@ -21,7 +21,7 @@ from actors.distributed.torch_private import sum_unsharded_gradients
 from actors.runtime.program import Groups, Interrupt
 from pipelines.errors import UserError
 from pipelines.settings import TrainSettings
-from pipelines.training.models.experts import Experts
+from pipelines.training.models.expert_parallel import named_experts
 from pipelines.training.models.joined_model import name_of_shared, roots_of
 from pipelines.training.sharding.sharded import (
     as_distributed,
@@ -145,10 +145,12 @@ class FullySharded:
         )
         inner = partial(sharded, reshard_after_forward=self.reshards)
         mesh, expert_mesh = _data_mesh(groups.mesh), _data_mesh(groups.experts or groups.mesh)
+        experts = [part for _, part in named_experts(module, workload.shape())]
+        for part in experts:
+            _sum_gradients(inner(part, mesh=expert_mesh))
         for block in workload.blocks(module):
-            for experts in (part for part in block.modules() if isinstance(part, Experts)):
-                _sum_gradients(inner(experts, mesh=expert_mesh))
-            _sum_gradients(inner(block, mesh=mesh))
+            if block not in experts:
+                _sum_gradients(inner(block, mesh=mesh))
         return [_sum_gradients(sharded(root, mesh=mesh)) for root in roots_of(module)]
 
     def _offload_policy(self) -> OffloadPolicy:

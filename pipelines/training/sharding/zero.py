@@ -17,7 +17,7 @@ from actors.distributed.torch_private import widen_gradient
 from actors.runtime.program import Groups, Interrupt
 from elastic.geometry.zero import divides
 from pipelines.settings import TrainSettings
-from pipelines.training.models.experts import Experts
+from pipelines.training.models.expert_parallel import named_experts
 from pipelines.training.sharding.buckets import Bucket, BucketParameter, Chunks, Finish, embed_shard
 from pipelines.training.sharding.sharded import as_distributed, assign, local_tensor, on_host
 from pipelines.training.workload.workload import Workload
@@ -315,11 +315,13 @@ def _group_parameters(
     A group is a block without its experts, the experts of a block, or one module outside blocks.
     """
     names = {parameter: name for name, parameter in module.named_parameters()}
+    experts = [part for _, part in named_experts(module, workload.shape())]
     owners: list[tuple[Iterable[nn.Parameter], DeviceMesh]] = []
     for block in workload.blocks(module):
-        experts = [part for part in block.modules() if isinstance(part, Experts)]
-        owners += [(part.parameters(), groups.experts or groups.mesh) for part in experts]
+        inner = [part for part in block.modules() if part in experts]
+        owners += [(part.parameters(), groups.experts or groups.mesh) for part in inner]
         owners.append((block.parameters(), groups.mesh))
+    owners += [(part.parameters(), groups.experts or groups.mesh) for part in experts]
     owners += [(part.parameters(recurse=False), groups.mesh) for part in module.modules()]
     for parameters, mesh in owners:
         ungrouped = [parameter for parameter in parameters if parameter in names]

@@ -100,6 +100,8 @@ def _shard_modules(
     """`shard` returns the shard of a parameter in a dim; None: it is replicated."""
     sharded: dict[Tensor, nn.Parameter] = {}
     for name, part in list(module.named_modules()):
+        if shape.belongs_to_experts(name):
+            continue  # their ranks are those of `ep`
         style = shape.style_of(name)
         own = dict(part.named_parameters(recurse=False))
         for key, parameter in own.items():

@@ -138,7 +138,7 @@ class SpecBuilder:
 
     def spec(self, owner: str, value: Tensor, kind: Kind, name: str | None = None) -> TensorSpec:
         """The spec of the parameter or buffer `owner`, or of its optimizer state `name`."""
-        expert = owner.endswith(self.shape.experts) and bool(self.shape.experts)
+        expert = self.shape.belongs_to_experts(owner)
         sharded = value.ndim > 0 and kind != "buffer"
         layer = self.layer(owner)
         return TensorSpec(

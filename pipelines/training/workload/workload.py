@@ -60,7 +60,8 @@ class ModelShape:
     - `limits`: the maximum degrees of the axes.
     - `styles`: the `tp` style by module name, where `*` matches any layer number; a name without
       stars comes first.
-    - `experts`: suffixes of the names of the parameters that `ep` shards, in dim 0.
+    - `experts`: the names of the modules of experts, whose parameters `ep` shards in dim 0; `*`
+      matches any number.
     - `sequence_parallel`: if False, each `tp` rank has the hidden states of all tokens.
     - `make_substitute` makes the substitute for a module that a pipeline stage lacks.
     - `make_stage` makes a module run only the given layers.
@@ -77,6 +78,15 @@ class ModelShape:
     def style_of(self, module: str) -> Style | None:
         """How tensor parallelism treats the module of this name."""
         return self.styles.get(module) or self.styles.get(starred(module))
+
+    def are_experts(self, module: str) -> bool:
+        """Whether the module of this name is one of experts."""
+        return module in self.experts or starred(module) in self.experts
+
+    def belongs_to_experts(self, name: str) -> bool:
+        """Whether a module or parameter is, or is in, a module of experts."""
+        parts = name.split(".") if self.experts else []
+        return any(self.are_experts(".".join(parts[: n + 1])) for n in range(len(parts)))
 
 
 PADDING = -1
