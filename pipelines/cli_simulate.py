@@ -48,6 +48,13 @@ CostChanges = Annotated[
     list[str] | None,
     typer.Option(metavar="KEY=VALUE", help="One cost, e.g. warm_up_s=30. Repeatable."),
 ]
+Compare = Annotated[
+    list[str] | None,
+    typer.Option(
+        metavar="KEY=VALUE,...",
+        help="Simulate each value of a setting, of workers or of layout (with ;). Repeatable.",
+    ),
+]
 Price = Annotated[float | None, typer.Option(min=0, help="Price of a node-hour.")]
 Json = Annotated[str | None, typer.Option("--json", metavar="FILE", help="Write the results here.")]
 Plot = Annotated[str | None, typer.Option(metavar="FILE.png", help="Draw the timeline here.")]
@@ -74,6 +81,7 @@ def add_simulate(app: typer.Typer, run: Callable[[SimulateRequest], int]) -> Non
         cost: CostChanges = None,
         price: Price = None,
         set_: Changes = None,
+        compare: Compare = None,
         json_: Json = None,
         plot: Plot = None,
     ) -> None:
@@ -95,6 +103,7 @@ def add_simulate(app: typer.Typer, run: Callable[[SimulateRequest], int]) -> Non
             cost=tuple(cost or ()),
             price=price,
             changes=tuple(set_ or ()),
+            compare=tuple(compare or ()),
             json=json_,
             plot=plot,
         )

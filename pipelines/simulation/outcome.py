@@ -11,6 +11,8 @@ from elastic.simulation.restarts import MEASURED, RestartLimits, run_with_restar
 from elastic.simulation.step_times import LayoutTimes
 from elastic.simulation.trace import Availability
 
+THIS_SYSTEM = "this controller"
+
 
 @dataclass(frozen=True, slots=True)
 class SystemOutcome:
@@ -41,12 +43,14 @@ class SystemOutcome:
         return sorted(self.pauses_s)[-(-99 * len(self.pauses_s) // 100) - 1] if self.pauses_s else 0
 
 
-def outcome_of(run: SimulatedRun, result: SimulationResult, price: float | None) -> SystemOutcome:
-    """The outcome of the real controller."""
+def outcome_of(
+    run: SimulatedRun, result: SimulationResult, price: float | None, system: str = THIS_SYSTEM
+) -> SystemOutcome:
+    """The outcome of the real controller, under this name."""
     ledger, end_s = result.ledger, result.end_s
     offered = run.trace.worker_s(run.workers_per_node, run.policy.max_workers, end_s)
     return SystemOutcome(
-        "this controller",
+        system,
         ledger.committed_s / end_s,
         ledger.worker_s / offered if offered else 0.0,
         ledger.step,

@@ -28,5 +28,7 @@ class SimulateRequest:
     """Cost settings as `key=value`."""
     price: float | None = None
     changes: tuple[str, ...] = ()
+    compare: tuple[str, ...] = ()
+    """Settings with several values, as `key=value,value`."""
     json: str | None = None
     plot: str | None = None

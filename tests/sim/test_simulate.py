@@ -118,6 +118,25 @@ def test_command_prints_and_writes(tmp_path: Path) -> None:
     assert picture.read_bytes().startswith(b"\x89PNG")
 
 
+def test_variants_are_compared_in_one_table(tmp_path: Path) -> None:
+    trace, results = tmp_path / "t.csv", tmp_path / "r.json"
+    trace.write_text(TRACE)
+    console = Console(record=True, width=130)
+    compare = ("snapshot.every=0,1", "layout=fsdp=4;dp=2,fsdp=2")
+    request = SimulateRequest(str(trace), batch=8, compare=compare, json=str(results))
+    assert command.simulate(request, console) == 0
+    rows = {row["system"]: row for row in json.loads(results.read_text())["systems"]}
+    names = [
+        f"snapshot.every={every} layout={layout}"
+        for every in (0, 1)
+        for layout in ("fsdp=4", "dp=2,fsdp=2")
+    ]
+    assert list(rows) == [*names, "torchrun", "Ray Train"]
+    assert rows[names[2]]["goodput"] > rows[names[0]]["goodput"], "snapshots save the lost shards"
+    printed = console.export_text()
+    assert all(f"{rows[name]['goodput']:.2%}" in printed for name in names)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -131,6 +150,13 @@ def test_command_prints_and_writes(tmp_path: Path) -> None:
         ({"layout": "dq=2"}, "--layout dq=2"),
         ({"layout": "dp=64"}, "--layout dp=64"),
         ({"changes": ("snapshot.redundancy=xor:2",)}, "has no parity; use copy"),
+        ({"compare": ("snapshot.every",)}, "--compare snapshot.every: write KEY=VALUE,VALUE"),
+        ({"compare": ("snapshot.every=1,,2",)}, "write KEY=VALUE,VALUE"),
+        ({"compare": ("workers=1:2", "workers=1:3")}, "give all its values in one option"),
+        ({"compare": ("snapshot.evry=1,2",)}, "snapshot.evry"),
+        ({"compare": ("snapshot.every=" + "1," * 64 + "1",)}, "65 variants; compare at most 64"),
+        ({"compare": ("layout=dp=64;dp=1",)}, "--layout dp=64"),
+        ({"compare": ("snapshot.every=1,2",), "plot": "p.png"}, "--plot draws one run"),
         ({"generate": "nodes=3"}, "give a trace or --generate"),
         ({"json": "/no/folder/x.json"}, "--json /no/folder/x.json: cannot be written"),
         ({"plot": "/no/folder/x.png"}, "--plot /no/folder/x.png: cannot be written"),

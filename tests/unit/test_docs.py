@@ -55,7 +55,7 @@ NUM_OPTIONS = {
     "prepare": 3,
     "convert": 2,
     "plan": 14,
-    "simulate": 17,
+    "simulate": 18,
     "doctor": 6,
 }
 """Frozen: a new option is a decision that states its value and its users."""
