@@ -7,11 +7,12 @@ from dataclasses import replace
 
 from elastic.geometry.layout import Layout
 from elastic.geometry.topology import Place, Topology
-from elastic.geometry.training_job import Bandwidths, Capacity, Job
+from elastic.geometry.training_job import Bandwidths, Capacity, Job, TimeFacts
 from elastic.planner.proposal import capacity_of
 from elastic.planner.step_cost import cost_of
 from elastic.protocol.controller_state import ControllerState
 
+NUM_HALVINGS = 30
 LEAST_COMPUTE = 0.1
 """Smallest compute share of a step: traffic that overlaps with compute may seem to leave less."""
 
@@ -47,17 +48,20 @@ def known_job(state: ControllerState) -> Job:
 def with_microbatch_time(
     job: Job, layout: Layout | None, median_step_s: float, capacity: Capacity
 ) -> Job:
-    """The job with the compute time of a microbatch, from the median step under a layout.
-
-    It is the step time without the estimated traffic, and at least `LEAST_COMPUTE` of the step.
-    """
+    """The job with the compute time of a microbatch for which the model predicts the median step
+    under a layout, but at least `LEAST_COMPUTE` of what it would be without communication."""
     if layout is None or not median_step_s or job.bandwidths == Bandwidths():
         return job
-    num_microbatches = cost_of(layout, replace(job, bandwidths=Bandwidths()), capacity)
-    with_seconds = cost_of(layout, replace(job, microbatch_s=1.0), capacity)
-    traffic_s = with_seconds - num_microbatches
-    compute_s = max(median_step_s - traffic_s, LEAST_COMPUTE * median_step_s)
-    return replace(job, microbatch_s=compute_s / num_microbatches)
+    silent = replace(job, bandwidths=Bandwidths(), microbatch_s=1.0, times=TimeFacts())
+    most = median_step_s / cost_of(layout, silent, capacity)
+    low, high = LEAST_COMPUTE * most, most
+    for _ in range(NUM_HALVINGS):
+        middle = (low + high) / 2
+        if cost_of(layout, replace(job, microbatch_s=middle), capacity) < median_step_s:
+            low = middle
+        else:
+            high = middle
+    return replace(job, microbatch_s=low)
 
 
 def link_class(here: Place, there: Place) -> str:

@@ -72,6 +72,103 @@ class MemoryFacts:
 
 
 @dataclass(frozen=True, slots=True)
+class Traffic:
+    """The collectives of an axis in one pass: `count` of one kind, with bytes in all.
+
+    `kind` is a name of `CollectiveTimes`. A pass with n microbatches moves `fixed_bytes + n x
+    microbatch_bytes`: whole tensors, as reduced, gathered, or sent.
+    """
+
+    kind: str
+    count: int
+    fixed_bytes: float = 0.0
+    microbatch_bytes: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class StepTrial:
+    """The seconds in which one worker computes a step while nothing has to be waited for.
+
+    A step takes `step_s + passes x pass_s + microbatches x microbatch_s`. The trial had degrees
+    `tp` and `cp`, and sharded parameters at the ZeRO stage `zero` (0: it did not shard).
+    """
+
+    tp: int = 1
+    cp: int = 1
+    zero: int = 0
+    step_s: float = 0.0
+    pass_s: float = 0.0
+    microbatch_s: float = 0.0
+    traffic: tuple[Traffic, ...] = ()
+
+    @property
+    def single_s(self) -> float:
+        """The seconds of a pass with one microbatch."""
+        return self.pass_s + self.microbatch_s
+
+
+@dataclass(frozen=True, slots=True)
+class PassShares:
+    """How a pass divides: before the blocks, in all blocks, and after them with the loss.
+
+    Each is a pair of forward and backward, as shares of the whole pass.
+    """
+
+    first: tuple[float, float] = (0.0, 0.0)
+    blocks: tuple[float, float] = (1 / 3, 2 / 3)
+    last: tuple[float, float] = (0.0, 0.0)
+
+
+@dataclass(frozen=True, slots=True)
+class CollectiveTimes:
+    """The seconds of a collective in a group of `num_ranks` workers of one node, by its bytes.
+
+    `kind` is `all_reduce`, `all_gather`, `reduce_scatter` or `shift` (to the next rank). `points`
+    are pairs of bytes of the whole tensor and seconds, in ascending order.
+    """
+
+    kind: str
+    num_ranks: int
+    points: tuple[tuple[float, float], ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Machine:
+    """What workers of a node share, and the cost of their communication; 0 or empty: not known.
+
+    Workers compute on `cores` of a node (0: each on a device of its own). While a collective runs
+    beside compute, `interference` is the share of the shorter of both that is not hidden. A
+    collective takes at least `latency_s`, and the host issues an operation in `issue_s`. The
+    optimizer moves its bytes at `memory_bytes_per_s`.
+    """
+
+    cores: int = 0
+    interference: float = 1.0
+    latency_s: float = 0.0
+    issue_s: float = 0.0
+    memory_bytes_per_s: float = 0.0
+    collectives: tuple[CollectiveTimes, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class TimeFacts:
+    """What the step-time model knows beyond the size of the model; empty: not measured.
+
+    `merges`: passes of the trials could have several microbatches.
+    """
+
+    trials: tuple[StepTrial, ...] = ()
+    shares: PassShares = PassShares()
+    machine: Machine = Machine()
+    merges: bool = True
+
+    @property
+    def plain(self) -> StepTrial | None:
+        """The trial of a whole model that is not sharded."""
+        return next((t for t in self.trials if t.tp == t.cp == 1 and not t.zero), None)
+
+
+@dataclass(frozen=True, slots=True)
 class Job:
     """The facts about the training job that the core uses.
 
@@ -88,8 +185,8 @@ class Job:
     `seed` and `num_samples` (0: not known) determine the order of the training samples. Every
     `eval_every` steps (0: never) an evaluation reads the first `num_eval_samples` held-out samples.
     If it `runs_script`, workers have something to do after the last step.
-    `memory` is what else the memory model uses. A worker has run out of memory if by that model it
-    would need more than `most_bytes` (None: none has).
+    `memory` is what else the memory model uses, and `times` the step-time model. A worker has run
+    out of memory if by the memory model it would need more than `most_bytes` (None: none has).
     """
 
     num_microbatches: int = 1
@@ -114,6 +211,7 @@ class Job:
     runs_script: bool = False
     updates_per_batch: int = 1
     memory: MemoryFacts = field(default_factory=MemoryFacts)
+    times: TimeFacts = field(default_factory=TimeFacts)
     most_bytes: int | None = None
 
     @property
@@ -124,7 +222,8 @@ class Job:
     @property
     def knows_bandwidths(self) -> bool:
         """Whether the planner can estimate communication time."""
-        return self.microbatch_s > 0 and self.bandwidths != Bandwidths()
+        has_links = self.bandwidths != Bandwidths() or bool(self.times.machine.collectives)
+        return self.microbatch_s > 0 and has_links
 
 
 @dataclass(frozen=True, slots=True)

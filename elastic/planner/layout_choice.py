@@ -81,7 +81,8 @@ def plan_layout(
         refusals += candidates.refusals
         if candidates.pairs:
             with_costs = _with_costs(candidates, job, capacity)
-            return _choose(with_costs, refusals, previous, capacity, snapshots_cover)
+            has_seconds = job.microbatch_s > 0
+            return _choose(with_costs, refusals, previous, capacity, snapshots_cover, has_seconds)
     return Infeasible(_nothing_fits(target_layout, job, capacity, refusals[0]))
 
 
@@ -160,6 +161,7 @@ def _choose(
     previous: Layout | None,
     capacity: Capacity,
     snapshots_cover: bool,
+    has_seconds: bool,
 ) -> LayoutChoice:
     """The best layout of a tier."""
     replicated = [candidate for candidate in candidates if candidate[1] > 1]
@@ -173,7 +175,8 @@ def _choose(
     max_replicas = max(dp for _, dp, _, _ in fastest)
     equal = [candidate for candidate in fastest if candidate[1] == max_replicas]
     best = min(equal, key=lambda c: (_moved_share(previous, c), _layout(c).degrees))
-    reason = _reason(best, candidates, refusals, capacity)
+    unit = "s" if has_seconds else "microbatches"
+    reason = _reason(best, candidates, refusals, capacity, unit)
     return LayoutChoice(_layout(best), reason, _first_refusals(refusals))
 
 
@@ -193,11 +196,15 @@ def _layout(candidate: Candidate) -> Layout:
 
 
 def _reason(
-    best: Candidate, candidates: list[Candidate], refusals: list[str], capacity: Capacity
+    best: Candidate,
+    candidates: list[Candidate],
+    refusals: list[str],
+    capacity: Capacity,
+    unit: str,
 ) -> str:
     """The cost of the best layout, the second best, and the first refusal."""
     reason = (
-        f"{_layout(best)} at {best[0]:.4g} microbatches a step, best of {len(candidates)} for "
+        f"{_layout(best)} at {best[0]:.4g} {unit} a step, best of {len(candidates)} for "
         f"{capacity.num_workers} workers"
     )
     others = [candidate for candidate in candidates if candidate is not best]

@@ -1,9 +1,8 @@
 """Layout ranking: the layouts of so many workers on a device, by predicted seconds a step.
 
-Seconds follow a roofline: a microbatch takes the larger of its operations at `efficiency` of the
-device's peak and its memory traffic at the memory's bandwidth; communication is that of
-`step_cost`, and a latency for each collective; the optimizer reads and writes a worker's state
-once. A pass takes no less than the host needs to issue its operations.
+Seconds are those of the step-time model (`step_cost`). Of a device that nothing was measured on,
+a microbatch follows a roofline: it takes the larger of its operations at `efficiency` of the
+device's peak and its memory traffic at the memory's bandwidth.
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from math import gcd
 
 from elastic.geometry.layout import Layout
 from elastic.geometry.target_layout import TargetLayout
-from elastic.geometry.training_job import Bandwidths, Capacity, Job
+from elastic.geometry.training_job import Bandwidths, Capacity, Job, Machine, TimeFacts
 from elastic.planner.candidates import refused_shape
 from elastic.planner.devices import DeviceSpec
 from elastic.planner.memory_model import fits
-from elastic.planner.step_cost import StepParts, step_parts
+from elastic.planner.step_cost import step_parts
 from elastic.planner.worker_memory import WorkerMemory, pass_memory, worker_memory
 
 EFFICIENCY = 0.45
@@ -27,8 +26,6 @@ PARAMETER_READS = 3
 """A microbatch reads all parameters in forward, and twice in backward."""
 ACTIVATION_ACCESSES = 4
 """Activations are written and read in forward, and so are their gradients in backward."""
-MERGED_SHARE = 3
-"""A merged pass keeps at most this part of the free memory, as `PassSize` does."""
 MAX_PP = 16
 LEAST_CP_TOKENS = 1024
 """Context parallelism is a candidate if each rank keeps so many tokens."""
@@ -120,7 +117,10 @@ def candidate_layouts(job: Job, device: DeviceSpec, num_workers: int) -> Iterato
 
 
 def with_speed(job: Job, workplace: Workplace) -> Job:
-    """The job with the seconds of a microbatch and the bandwidths of this device."""
+    """The job with the seconds of a microbatch and what the table knows of this device.
+
+    A worker on a device of its own hides communication behind compute; a CPU does both.
+    """
     device, memory = workplace.device, job.memory
     flops = workplace.step_flops * workplace.recomputed / max(1, job.num_microbatches)
     moved = PARAMETER_READS * (memory.copy_bytes or job.param_bytes)
@@ -132,7 +132,14 @@ def with_speed(job: Job, workplace: Workplace) -> Job:
         device.node_gb_s * 1e9 or None, device.far_gb_s * 1e9 or None, device.far_gb_s * 1e9 or None
     )
     seconds = max(flops / (workplace.peak_flops * workplace.efficiency), by_memory)
-    return replace(job, microbatch_s=seconds, bandwidths=bandwidths)
+    machine = Machine(
+        interference=1.0 if device.name == "cpu" else 0.0,
+        latency_s=device.latency_us / 1e6,
+        issue_s=device.issue_us / 1e6,
+        memory_bytes_per_s=device.memory_gb_s * 1e9,
+    )
+    times = TimeFacts(machine=machine)
+    return replace(job, microbatch_s=seconds, bandwidths=bandwidths, times=times)
 
 
 def _estimate(job: Job, workplace: Workplace, layout: Layout, num_workers: int) -> Estimate:
@@ -141,24 +148,13 @@ def _estimate(job: Job, workplace: Workplace, layout: Layout, num_workers: int) 
         num_workers, int(device.memory_gb * 1e9) or None, device.per_node, device.per_node
     )
     axes = TargetLayout(layout.pp, layout.cp, layout.tp, layout.ep, layout.zero, layout.vp)
-    parts = step_parts(axes, job, capacity)(layout.dp, layout.fsdp)
-    memory = worker_memory(job, layout)
-    latency = _latencies(job, layout, device.latency_us / 1e6)
-    seconds = {
-        name: cost * job.microbatch_s + latency.get(name, 0.0)
-        for name, cost in zip(StepParts._fields, parts, strict=True)
-    }
-    issued = _issue_s(job, layout, memory, device)
-    seconds["host"] = max(0.0, issued - seconds["compute"])
-    if device.memory_gb_s:
-        updated = 2 * (memory.parameters + memory.optimizer) + memory.gradients
-        seconds["optimizer"] = updated / (device.memory_gb_s * 1e9)
+    seconds = step_parts(axes, job, capacity)(layout.dp, layout.fsdp)._asdict()
     step_s = sum(seconds.values())
     hours = job.steps * step_s / 3600
     peak = layout.num_workers * workplace.peak_flops
     return Estimate(
         layout,
-        memory,
+        worker_memory(job, layout),
         fits(job, layout, capacity),
         seconds,
         mfu=workplace.step_flops / step_s / peak,
@@ -166,38 +162,6 @@ def _estimate(job: Job, workplace: Workplace, layout: Layout, num_workers: int) 
         hours=hours,
         cost=None if workplace.price is None else hours * layout.num_workers * workplace.price,
     )
-
-
-def _num_passes(job: Job, layout: Layout, memory: WorkerMemory, device: DeviceSpec) -> int:
-    """The passes of a worker in a step: microbatches are merged as far as memory allows."""
-    rounds = -(-job.num_microbatches // layout.num_data_ranks)
-    if layout.pp > 1:
-        return max(rounds, layout.pp)
-    free = (device.memory_gb * 1e9 - memory.state) / MERGED_SHARE
-    merged = int(free / max(1, memory.activations)) if job.memory.merges else 1
-    return -(-rounds // max(1, min(rounds, merged)))
-
-
-def _issue_s(job: Job, layout: Layout, memory: WorkerMemory, device: DeviceSpec) -> float:
-    """The time in which the host issues all operations of a step."""
-    if not job.memory.passes:
-        return 0.0
-    num_operations = pass_memory(job.memory.passes, layout.tp).num_operations / layout.pp
-    return _num_passes(job, layout, memory, device) * num_operations * device.issue_us / 1e6
-
-
-def _latencies(job: Job, layout: Layout, latency_s: float) -> dict[str, float]:
-    """The latencies of a step's collectives, by axis; the bytes are in `step_cost`."""
-    rounds = max(layout.pp, -(-job.num_microbatches // layout.num_data_ranks))
-    blocks = -(-(job.memory.num_blocks or job.num_layers or 1) // layout.pp)
-    gathers = 3 * rounds if layout.zero == 3 and layout.pp == 1 else 2
-    return {
-        "tp": rounds * blocks * 8 * latency_s if layout.tp > 1 else 0.0,
-        "cp": rounds * blocks * 6 * (layout.cp - 1) * latency_s,
-        "pp": rounds * 2 * layout.vp * latency_s if layout.pp > 1 else 0.0,
-        "fsdp": blocks * gathers * latency_s if layout.fsdp > 1 else 0.0,
-        "dp": blocks * latency_s if layout.dp > 1 else 0.0,
-    }
 
 
 def _order(estimate: Estimate) -> tuple[bool, float, tuple[int, ...]]:

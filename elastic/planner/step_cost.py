@@ -1,46 +1,59 @@
-"""Step cost under a layout, in units of one microbatch's compute on one worker.
+"""The step-time model: seconds of a step under a layout, by what takes them.
 
-    step = (rounds + (pp - 1) / vp) x share / (tp x cp) + traffic
+The controller's choice of layout, `elastic plan` and the simulator all use it. It is a pure
+function of what is known of the job (`Job`, `TimeFacts`) and of the workers (`Capacity`). If the
+seconds of a microbatch are not known, one counts as 1, and communication as nothing.
 
-- rounds: the most microbatches that a data rank computes, ceil(num_microbatches / (dp x fsdp)),
-  padded to what the schedule needs: 1F1B at least `pp`, interleaved 1F1B a multiple of `pp`.
-- share: the costliest pipeline rank's share of all layer costs (see `pipeline_stages`), or
-  1 / pp if the costs are not known.
-- (pp - 1) / vp: the bubble of 1F1B and of its interleaved form (Narayanan et al., Efficient
-  Large-Scale Language Model Training, 2021, section 2.2).
-- traffic: for each axis, the bytes that a worker sends divided by the slowest bandwidth in its
-  groups, in microbatches; 0 if a bandwidth or `microbatch_s` is not known. The model assumes no
-  overlap with compute. Of n workers, each sends 2 (n - 1) / n of the bytes in an all-reduce, and
-  half of that in an all-gather or reduce-scatter.
-
-| axis | bytes a worker sends, with A = activation_bytes / cp and P = param_bytes x share / tp |
-|---|---|
-| tp | 4 all-reduces of A for each layer and round (Shoeybi et al., Megatron-LM, 2019) |
-| cp | 6 (cp - 1) A for each layer and round: keys and values in the forward, keys and values with their gradients in the backward (Liu et al., Ring Attention, 2023) |
-| pp | 2 vp A for each round |
-| fsdp | zero=3: two all-gathers and a reduce-scatter of P each round; zero=2: a reduce-scatter each round and an all-gather each step; zero below 2, and zero=3 in a pipeline: an all-reduce each step (Rajbhandari et al., ZeRO, 2020, section 7) |
-| dp | an all-reduce of P / fsdp each step |
-| ep | not known: it depends on where tokens are routed |
-"""  # noqa: E501 (a table)
+- compute: `step_s + passes x pass_s + microbatches x microbatch_s` of the trial with the same `tp`
+  and `cp`, plus what sharding adds to a pass in the trial of the same ZeRO stage. Without trials a
+  microbatch takes `microbatch_s / (tp x cp)`. If workers outnumber the cores of their node, all
+  compute is slower by that ratio. A rank computes at most ceil(num_microbatches / (dp x fsdp)).
+- bubble: a pipeline is simulated event by event (`pipeline_schedule`), with its messages. The
+  busiest rank waits for `(pp - 1) / vp` microbatches; further waits count as pp.
+- tp and cp: their collectives are between the operations of a pass, which wait for them. They are
+  those that the trial has seen; without it 4 all-reduces of the hidden state for each layer and
+  pass (Shoeybi et al., Megatron-LM, 2019), and 6 (cp - 1) messages of it (Liu et al., Ring
+  Attention, 2023).
+- fsdp, stage 3: each block is gathered while the one before computes, in forward and in backward,
+  and reduced while the next one computes (FSDP2). The first gather and the last reduction are not
+  hidden. Stages 1 and 2 gather all buckets before the first pass; stage 1 reduces buckets in the
+  last backward, stage 2 in each.
+- dp: replicas reduce whole gradients bucket by bucket in the last backward, and the last bucket is
+  not hidden; shards are reduced after it.
+- hidden: communication beside compute still takes `interference` of the shorter of both, as on a
+  CPU, whose cores also copy and add up what Gloo moves.
+- vote: a small all-reduce of all workers. optimizer: the bytes of a worker's state, moved once.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from functools import lru_cache
 from typing import NamedTuple
 
 from elastic.geometry.layout import Layout
 from elastic.geometry.pipeline_stages import deal_layers
 from elastic.geometry.target_layout import TargetLayout
-from elastic.geometry.training_job import Capacity, Job
+from elastic.geometry.training_job import Capacity, Job, StepTrial, Traffic
 from elastic.geometry.zero import zero_in_step
+from elastic.planner.collective_times import Links, overlapped
+from elastic.planner.pipeline_schedule import SEVERAL_STAGES, Pipeline, pipeline_seconds
+from elastic.planner.worker_memory import LEAST_BUCKET_BYTES, pass_memory, worker_memory
 
 StepCost = Callable[[int, int], float]
 """The cost of a step as a function of (dp, fsdp)."""
 
+MERGED_SHARE = 3
+"""A merged pass keeps at most this part of the free memory, as `PassSize` does."""
+VOTE_BYTES = 256
+FORWARD_SHARE = 1 / 3
+
 
 class StepParts(NamedTuple):
-    """The cost of a step by what takes it, in microbatches: `compute` and the pipeline's `bubble`,
-    and the communication along each axis."""
+    """The seconds of a step by what takes them: `compute` and the pipeline's `bubble`, what is not
+    hidden of the communication along each axis, the `vote` on the step, operations that the `host`
+    issues too slowly, and the `optimizer`."""
 
     compute: float = 0.0
     bubble: float = 0.0
@@ -49,6 +62,9 @@ class StepParts(NamedTuple):
     pp: float = 0.0
     fsdp: float = 0.0
     dp: float = 0.0
+    vote: float = 0.0
+    host: float = 0.0
+    optimizer: float = 0.0
 
 
 def step_cost(axes: TargetLayout, job: Job, capacity: Capacity) -> StepCost:
@@ -59,104 +75,308 @@ def step_cost(axes: TargetLayout, job: Job, capacity: Capacity) -> StepCost:
 
 def step_parts(axes: TargetLayout, job: Job, capacity: Capacity) -> Callable[[int, int], StepParts]:
     """The parts of `step_cost`, as a function of (dp, fsdp)."""
-    microbatch = costliest_share(job.layer_costs, axes.pp, axes.vp) / (axes.tp * axes.cp)
-    bubble = (axes.pp - 1) / axes.vp * microbatch
-    traffic = _traffic(axes, job, capacity) if job.knows_bandwidths else None
 
     def parts(dp: int, fsdp: int) -> StepParts:
-        compute = _num_rounds(axes, job, dp * fsdp) * microbatch
-        return StepParts(compute, bubble, *(traffic(dp, fsdp) if traffic else ()))
+        return _Step(axes, job, capacity, dp, fsdp).parts()
 
     return parts
 
 
 def cost_of(layout: Layout, job: Job, capacity: Capacity) -> float:
-    """The cost of a step under a layout, in microbatches."""
+    """The cost of a step under a layout."""
     axes = TargetLayout(layout.pp, layout.cp, layout.tp, layout.ep, layout.zero, layout.vp)
     return step_cost(axes, job, capacity)(layout.dp, layout.fsdp)
 
 
+@lru_cache(maxsize=4096)
 def costliest_share(layer_costs: tuple[int, ...], pp: int, vp: int) -> float:
     """The costliest pipeline rank's share of all layer costs."""
+    stages = _stage_shares(layer_costs, pp * vp)
+    return max(sum(stages[rank::pp]) for rank in range(pp))
+
+
+@lru_cache(maxsize=4096)
+def _stage_shares(layer_costs: tuple[int, ...], num_stages: int) -> tuple[float, ...]:
+    """Each stage's share of all layer costs."""
     if not any(layer_costs):
-        return 1 / pp
-    stages = [
-        sum(layer_costs[layers.start : layers.stop]) for layers in deal_layers(layer_costs, pp * vp)
-    ]
-    return max(sum(stages[rank::pp]) for rank in range(pp)) / sum(stages)
-
-
-def _num_rounds(axes: TargetLayout, job: Job, num_data_ranks: int) -> int:
-    """The microbatches of the busiest data rank, with padding."""
-    rounds = -(-job.num_microbatches // num_data_ranks)
-    return -(-rounds // axes.pp) * axes.pp if axes.vp > 1 else max(rounds, axes.pp)
-
-
-def _traffic(
-    axes: TargetLayout, job: Job, capacity: Capacity
-) -> Callable[[int, int], tuple[float, float, float, float, float]]:
-    """The time of a step's communication along tp, cp, pp, fsdp and dp, in microbatches."""
-    share = costliest_share(job.layer_costs, axes.pp, axes.vp)
-    num_layers = (job.num_layers or 1) * share
-    param_bytes = job.param_bytes * share / axes.tp
-    activation_bytes = job.activation_bytes / axes.cp
-    cost_per_byte = _cost_per_byte(job, capacity)
-    tp, cp, inner = axes.tp, axes.cp, axes.tp * axes.cp
-    hidden_bytes = activation_bytes * num_layers
-    tp_cost = 4 * hidden_bytes * _all_reduce_factor(tp) * cost_per_byte(tp)
-    cp_cost = 6 * hidden_bytes * (cp - 1) * cost_per_byte(inner)
-    copied, trained = _shares(job)
-    per_round, per_step = _fsdp_all_reduces(zero_in_step(axes.zero, axes.pp), copied, trained)
-
-    def traffic(dp: int, fsdp: int) -> tuple[float, float, float, float, float]:
-        rounds = _num_rounds(axes, job, dp * fsdp)
-        replica = inner * fsdp
-        pp_cost = 2 * axes.vp * activation_bytes * cost_per_byte(replica * dp * axes.pp)
-        num_all_reduces = rounds * per_round + per_step
-        fsdp_cost = num_all_reduces * _all_reduce_factor(fsdp) * cost_per_byte(replica)
-        dp_cost = trained * _all_reduce_factor(dp) / fsdp * cost_per_byte(replica * dp)
-        return (
-            rounds * tp_cost,
-            rounds * cp_cost,
-            rounds * pp_cost if axes.pp > 1 else 0.0,
-            param_bytes * fsdp_cost,
-            param_bytes * dp_cost,
-        )
-
-    return traffic
-
-
-def _shares(job: Job) -> tuple[float, float]:
-    """The bytes that are gathered, and those that are reduced, as shares of the parameters'."""
-    if not job.param_bytes:
-        return 1.0, 1.0
-    memory = job.memory
-    return (
-        (memory.copy_bytes or job.param_bytes) / job.param_bytes,
-        (memory.gradient_bytes or job.param_bytes) / job.param_bytes,
+        return (1 / num_stages,) * num_stages
+    total = sum(layer_costs)
+    return tuple(
+        sum(layer_costs[layers.start : layers.stop]) / total
+        for layers in deal_layers(layer_costs, num_stages)
     )
 
 
-def _fsdp_all_reduces(zero: int, copied: float, trained: float) -> tuple[float, float]:
-    """The traffic of `fsdp` in all-reduces of the parameters, per round and per step."""
-    by_stage = {3: (copied + trained / 2, 0.0), 2: (trained / 2, copied / 2)}
-    return by_stage.get(zero, (0.0, (copied + trained) / 2 if zero else trained))
+@dataclass(frozen=True, slots=True)
+class _Passes:
+    """The passes of the busiest data rank in a step, and the microbatches in each."""
+
+    num_passes: int
+    merged: float
+    pass_s: float
+    """Seconds of one of them, without any wait."""
+    step_s: float
+    """What a step computes besides its passes."""
 
 
-def _all_reduce_factor(num_workers: int) -> float:
-    """Bytes that each worker sends in a ring all-reduce, as a multiple of the bytes reduced."""
-    return 2 * (num_workers - 1) / num_workers
+class _Step:
+    """The times of a step under one layout."""
 
+    def __init__(
+        self, axes: TargetLayout, job: Job, capacity: Capacity, dp: int, fsdp: int
+    ) -> None:
+        self.axes, self.job, self.capacity = axes, job, capacity
+        self.dp, self.fsdp = dp, fsdp
+        self.unit = job.microbatch_s or 1.0
+        self.machine = job.times.machine
+        self.num_workers = axes.pp * dp * fsdp * axes.cp * axes.tp
+        self.links = Links.of(self.machine, job.bandwidths, capacity, self.num_workers)
+        self.slowdown = self.links.contention(self.num_workers)
+        self.zero = zero_in_step(axes.zero, axes.pp) if fsdp > 1 else 0
+        self.passes = self._passes()
 
-def _cost_per_byte(job: Job, capacity: Capacity) -> Callable[[int], float]:
-    """Microbatches per byte at the slowest bandwidth among `num_ranks` consecutive world ranks."""
-
-    def cost_per_byte(num_ranks: int) -> float:
-        bandwidths = job.bandwidths
-        if num_ranks <= capacity.node_size:
-            bandwidth = bandwidths.node
+    def parts(self) -> StepParts:
+        one, axes = self.passes, self.axes
+        if axes.pp > 1:
+            compute, bubble, messages = self._pipeline()
         else:
-            bandwidth = bandwidths.rack if num_ranks <= capacity.rack_size else bandwidths.far
-        return 1 / (bandwidth * job.microbatch_s) if bandwidth else 0.0
+            compute, bubble, messages = one.num_passes * one.pass_s * self.slowdown, 0.0, 0.0
+        compute += one.step_s * self.slowdown
+        if not self.job.knows_bandwidths:
+            return StepParts(compute, bubble, host=self._host_s(compute))
+        span = axes.tp * axes.cp
+        axis_s = one.num_passes / axes.pp
+        tp = axis_s * self._traffic_s("tp", axes.tp, axes.tp)
+        cp = axis_s * self._traffic_s("cp", axes.cp, span)
+        vote = self.links.seconds("all_reduce", self.num_workers, VOTE_BYTES, self.num_workers)
+        return StepParts(
+            compute,
+            bubble,
+            tp,
+            cp,
+            messages,
+            self._fsdp_s(),
+            self._dp_s(),
+            vote if self.machine.collectives or self.machine.latency_s else 0.0,
+            self._host_s(compute),
+            self._optimizer_s(),
+        )
 
-    return cost_per_byte
+    def _passes(self) -> _Passes:
+        job, axes, facts = self.job, self.axes, self.job.memory
+        rounds = -(-job.num_microbatches // (self.dp * self.fsdp))
+        merged: float = 1
+        if axes.pp > 1:
+            rounds = max(rounds, 1 if facts.schedule == "gpipe" else axes.pp)
+            if axes.vp > 1 or facts.schedule in SEVERAL_STAGES:
+                rounds = -(-rounds // axes.pp) * axes.pp
+        elif facts.merges and job.times.merges:
+            num_passes = -(-rounds // max(1, min(rounds, self._most_merged(rounds))))
+            rounds, merged = num_passes, rounds / num_passes
+        trial = self._trial()
+        if trial is None:
+            return _Passes(rounds, merged, merged * self.unit / (axes.tp * axes.cp), 0.0)
+        plain = job.times.plain
+        scale = self.unit / plain.single_s if plain and plain.single_s else 1.0
+        pass_s = trial.pass_s + merged * trial.microbatch_s
+        step_s = trial.step_s
+        sharded = next((t for t in job.times.trials if t.zero and t.zero == self.zero), None)
+        if plain is not None and sharded is not None:
+            pass_s += max(0.0, sharded.pass_s - plain.pass_s)
+            step_s += sharded.step_s - plain.step_s
+        return _Passes(rounds, merged, scale * max(0.0, pass_s), scale * max(0.0, step_s))
+
+    def _most_merged(self, rounds: int) -> int:
+        """The microbatches that fit in a pass."""
+        if self.capacity.memory_bytes is None or not self.job.memory.passes:
+            return rounds
+        memory = worker_memory(self.job, self.axes.layout(self.dp, self.fsdp))
+        free = (self.capacity.memory_bytes - memory.state) / MERGED_SHARE
+        return int(free / max(1, memory.activations))
+
+    def _trial(self) -> StepTrial | None:
+        """The trial with these model axes; else None."""
+        for trial in self.job.times.trials:
+            if (trial.tp, trial.cp, trial.zero) == (self.axes.tp, self.axes.cp, 0):
+                return trial
+        return None
+
+    def _pipeline(self) -> tuple[float, float, float]:
+        """The seconds of a pipeline: of its busiest rank, and those in which that waits.
+
+        Waits beyond the usual bubble are for messages."""
+        axes, one = self.axes, self.passes
+        num_stages = axes.pp * axes.vp
+        forward_s, backward_s = [], []
+        for stage, share in enumerate(_stage_shares(self.job.layer_costs, num_stages)):
+            parts = self._stage_parts(stage, share)
+            forward_s.append(parts[0] * one.pass_s)
+            backward_s.append(parts[1] * one.pass_s)
+        per_rank = [sum((forward_s + backward_s)[rank :: axes.pp]) for rank in range(axes.pp)]
+        crowd = min(self.num_workers, self.links.node_size) / axes.pp
+        message_s = 0.0
+        if self.job.knows_bandwidths:
+            hidden = self.job.activation_bytes / (axes.cp * axes.tp)
+            message_s = self.links.seconds("shift", 2, hidden, self.num_workers)
+        pipeline = Pipeline(
+            self.job.memory.schedule if axes.vp == 1 else SEVERAL_STAGES[0],
+            axes.pp,
+            tuple(forward_s),
+            tuple(backward_s),
+            message_s,
+            max(1.0, crowd),
+            self.machine.cores,
+        )
+        whole_s = pipeline_seconds(pipeline, one.num_passes)
+        busy_s = one.num_passes * max(per_rank) * self.slowdown
+        waits_s = whole_s - busy_s
+        bubble_s = waits_s
+        if message_s:
+            bubble_s = min(waits_s, (axes.pp - 1) / axes.vp * max(per_rank))
+        return busy_s, bubble_s, waits_s - bubble_s
+
+    def _stage_parts(self, stage: int, share: float) -> tuple[float, float]:
+        """The forward and the backward of a stage, as shares of a whole pass."""
+        facts, job = self.job.times, self.job
+        num_outer = len(job.layer_costs) - job.memory.num_blocks
+        if not facts.trials or not job.memory.num_blocks or num_outer not in (0, 2):
+            return FORWARD_SHARE * share, (1 - FORWARD_SHARE) * share
+        layers = deal_layers(job.layer_costs, self.axes.pp * self.axes.vp)[stage]
+        begin, end = (1, len(job.layer_costs) - 1) if num_outer else (0, len(job.layer_costs))
+        blocks = sum(begin <= layer < end for layer in layers) / job.memory.num_blocks
+        forward, backward = (blocks * part for part in facts.shares.blocks)
+        if stage == 0:
+            forward, backward = forward + facts.shares.first[0], backward + facts.shares.first[1]
+        if stage == self.axes.pp * self.axes.vp - 1:
+            forward, backward = forward + facts.shares.last[0], backward + facts.shares.last[1]
+        return forward, backward
+
+    def _traffic_s(self, axis: str, num_ranks: int, span: int) -> float:
+        """The collectives of a model axis in one pass through all layers."""
+        if num_ranks == 1:
+            return 0.0
+        trial, merged = self._trial(), self.passes.merged
+        traffic = trial.traffic if trial is not None else ()
+        if not traffic:
+            hidden = self.job.activation_bytes / self.axes.cp
+            layers = self.job.num_layers or 1
+            kind, count = ("all_reduce", 4) if axis == "tp" else ("shift", 6 * (num_ranks - 1))
+            traffic = (Traffic(kind, count * layers, 0, count * layers * hidden),)
+        elif axis == "cp" and self.axes.tp > 1:
+            return 0.0  # the trial had both axes and counts as tp
+        return sum(
+            self.links.seconds(
+                t.kind, num_ranks, t.fixed_bytes + merged * t.microbatch_bytes, span, t.count
+            )
+            for t in traffic
+        )
+
+    def _bytes(self) -> tuple[float, float, int]:
+        """Gathered and reduced bytes of a worker's whole parameters, and its number of blocks."""
+        job, axes = self.job, self.axes
+        share = costliest_share(job.layer_costs, axes.pp, axes.vp) / axes.tp
+        copied = job.memory.copy_bytes or job.param_bytes
+        trained = job.memory.gradient_bytes or job.param_bytes
+        blocks = job.memory.num_blocks or job.num_layers or 1
+        return copied * share, trained * share, max(1, -(-blocks // axes.pp))
+
+    def _fsdp_s(self) -> float:
+        """What is not hidden of the traffic of shards."""
+        if self.fsdp == 1:
+            return 0.0
+        copied, trained, blocks = self._bytes()
+        span = self.axes.tp * self.axes.cp * self.fsdp
+        one = self.passes
+
+        def seconds(kind: str, num_bytes: float, count: float) -> float:
+            return self.links.seconds(kind, self.fsdp, num_bytes, span, count)
+
+        if self.zero == 0:  # replicas, whose gradients are reduced in buckets
+            return self._reduced_beside_backward("all_reduce", self.fsdp, trained, span)
+        gather_s = seconds("all_gather", copied, blocks)
+        scatter_s = seconds("reduce_scatter", trained, blocks)
+        if self.zero == 3:
+            return self._gathered_blocks_s(gather_s, scatter_s, blocks)
+        buckets = self._num_buckets(copied, blocks)
+        gathered_s = seconds("all_gather", copied, buckets)
+        if self.zero == 2:
+            return gathered_s + one.num_passes * self._beside(self.backward_s, scatter_s, blocks)
+        return gathered_s + self._reduced_beside_backward(
+            "reduce_scatter", self.fsdp, trained, span
+        )
+
+    def _gathered_blocks_s(self, gather_s: float, scatter_s: float, blocks: int) -> float:
+        """Stage 3: what passes wait for blocks, which arrive and leave beside compute.
+
+        Without `sums_whole` each backward reduces gradients; if blocks stay gathered, only the
+        first pass gathers them.
+        """
+        facts, num_passes = self.job.memory, self.passes.num_passes
+        num_gathering = 1 if facts.keeps_gathered else num_passes
+        num_reducing = 1 if facts.sums_whole else num_passes
+        again_s = 0.0 if facts.keeps_gathered else gather_s
+        forward_s = self._beside(self.forward_s, gather_s, blocks)
+        backward_s = self._beside(self.backward_s, again_s, blocks)
+        reducing_s = self._beside(self.backward_s, again_s + scatter_s, blocks)
+        return (
+            num_gathering * forward_s
+            + (num_passes - num_reducing) * backward_s
+            + num_reducing * reducing_s
+        )
+
+    @property
+    def forward_s(self) -> float:
+        return FORWARD_SHARE * self.passes.pass_s * self.slowdown
+
+    @property
+    def backward_s(self) -> float:
+        return (1 - FORWARD_SHARE) * self.passes.pass_s * self.slowdown
+
+    def _dp_s(self) -> float:
+        """What is not hidden of the reduction over replicas; those of `cp` count as well."""
+        replicas = self.dp * self.axes.cp
+        if replicas == 1:
+            return 0.0
+        _, trained, blocks = self._bytes()
+        span = self.num_workers // self.axes.pp
+        if self.zero and self.fsdp > 1:
+            shard = trained / self.fsdp
+            count = blocks if self.zero > 1 else self._num_buckets(trained, blocks)
+            return self.links.seconds("all_reduce", replicas, shard, span, count)
+        return self._reduced_beside_backward("all_reduce", replicas, trained, span)
+
+    def _reduced_beside_backward(
+        self, kind: str, num_ranks: int, num_bytes: float, span: int
+    ) -> float:
+        """Buckets that are reduced in the last backward."""
+        buckets = self._num_buckets(num_bytes, self._bytes()[2])
+        reduced_s = self.links.seconds(kind, num_ranks, num_bytes, span, buckets)
+        return self._beside(self.backward_s, reduced_s, buckets)
+
+    def _num_buckets(self, num_bytes: float, blocks: int) -> int:
+        """Small blocks are merged in a bucket."""
+        return max(1, min(blocks, round(num_bytes / LEAST_BUCKET_BYTES)))
+
+    def _beside(self, compute_s: float, communication_s: float, num_parts: int) -> float:
+        """What communication adds to compute, if all parts but one run beside it."""
+        alone = communication_s / num_parts
+        beside_s = compute_s * (num_parts - 1) / num_parts
+        rest_s = communication_s - alone
+        both = overlapped(beside_s, rest_s, self.machine.interference)
+        return alone + both - beside_s
+
+    def _host_s(self, compute_s: float) -> float:
+        """What the host needs beyond the device to issue all operations."""
+        facts = self.job.memory
+        if not self.machine.issue_s or not facts.passes:
+            return 0.0
+        num_operations = pass_memory(facts.passes, self.axes.tp).num_operations / self.axes.pp
+        issued_s = self.passes.num_passes * num_operations * self.machine.issue_s
+        return max(0.0, issued_s - compute_s)
+
+    def _optimizer_s(self) -> float:
+        if not self.machine.memory_bytes_per_s or self.passes.step_s:
+            return 0.0  # a trial has the optimizer's step
+        memory = worker_memory(self.job, self.axes.layout(self.dp, self.fsdp))
+        moved = 2 * (memory.parameters + memory.optimizer) + memory.gradients
+        return moved / self.machine.memory_bytes_per_s

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from itertools import product
 
 import pytest
@@ -213,7 +214,7 @@ def test_share_of_the_costliest_rank() -> None:
     ],
 )
 def test_step_cost_of_compute_and_pipeline_bubble(layout: str, cost: float) -> None:
-    assert cost_of(layout, JOB) == cost
+    assert cost_of(layout, JOB) == pytest.approx(cost)
 
 
 def test_step_cost_includes_traffic_if_bandwidths_are_known() -> None:
@@ -233,8 +234,11 @@ def test_step_cost_includes_traffic_if_bandwidths_are_known() -> None:
     assert cost_of("fsdp=2,zero=2", job) == 4 + (4 * 50 + 50) / 10
     assert cost_of("fsdp=2,zero=1", job) == 4 + 100 / 10
     assert cost_of("tp=2", job) == pytest.approx(4 + 8 * 4 * 6 * 2 / 10)
-    assert cost_of("cp=2", job) == pytest.approx(4 + 8 * 6 * 6 * 1 / 10)
-    assert cost_of("pp=2", job) == pytest.approx(4.5 + 8 * 2 * 2 / 10)
+    gradients = 100 / 10
+    assert cost_of("cp=2", job) == pytest.approx(4 + 8 * 6 * 6 * 1 / 10 + gradients)
+    alone, slower = cost_of("pp=2", job), cost_of("pp=2", replace(job, activation_bytes=4))
+    assert alone > 4.5 + 2 * 2 / 10, "the first message and the last delay the step"
+    assert 4.5 < alone < slower < 4.5 + 8 * 2 * 4 / 10, "others arrive while the rank computes"
     sharded = cost_of("pp=2,fsdp=2", job) - cost_of("pp=2,fsdp=2,zero=1", job)
     assert sharded == 0, "gathered and reduced once per step"
     assert cost_of("dp=2,tp=2", job) == pytest.approx(2 + 4 * 4 * 6 * 2 / 10 + 50 / 1)
