@@ -12,7 +12,8 @@ from elastic.planner.proposal import capacity_of
 from elastic.planner.step_cost import cost_of
 from elastic.protocol.controller_state import ControllerState
 
-NUM_HALVINGS = 30
+NUM_TRIES = 6
+PRECISION = 1e-6
 LEAST_COMPUTE = 0.1
 """Smallest compute share of a step: traffic that overlaps with compute may seem to leave less."""
 
@@ -55,12 +56,18 @@ def with_microbatch_time(
     silent = replace(job, bandwidths=Bandwidths(), microbatch_s=1.0, times=TimeFacts())
     most = median_step_s / cost_of(layout, silent, capacity)
     low, high = LEAST_COMPUTE * most, most
-    for _ in range(NUM_HALVINGS):
-        middle = (low + high) / 2
-        if cost_of(layout, replace(job, microbatch_s=middle), capacity) < median_step_s:
-            low = middle
+    low_s, high_s = (cost_of(layout, replace(job, microbatch_s=m), capacity) for m in (low, high))
+    for _ in range(NUM_TRIES):  # the prediction is nearly a line
+        if low_s >= median_step_s or high_s <= low_s:
+            break
+        middle = low + (high - low) * (median_step_s - low_s) / (high_s - low_s)
+        middle_s = cost_of(layout, replace(job, microbatch_s=middle), capacity)
+        if middle_s <= median_step_s:
+            low, low_s = middle, middle_s
         else:
-            high = middle
+            high, high_s = middle, middle_s
+        if abs(middle_s - median_step_s) <= PRECISION * median_step_s:
+            return replace(job, microbatch_s=middle)
     return replace(job, microbatch_s=low)
 
 
