@@ -57,6 +57,11 @@ class Recipe:
     `sequence` says which dim of the tensors of a batch is the sequence, by their keys, e.g.
     `{"tokens": 1, "positions": 1, "targets": 1}`: `cp` gives each rank its part of these.
 
+    `experts` names the modules whose experts `ep` deals to ranks, e.g. `["layers.*.experts"]`. Each
+    is called with tokens (any, dim), the experts that each has chosen (any, k) and their weights
+    (any, k), and returns (any, dim), as in `transformers`. Dim 0 of each of its parameters is the
+    number of experts; an attribute `num_experts` becomes the number of this rank's.
+
     `begin_reader` is called in each reader process (`settings.reading.num_readers`) with its
     number, before the first sample, as torch's `worker_init_fn`.
 
@@ -80,4 +85,5 @@ class Recipe:
     tp_divides: int | None = None
     pipeline: Sequence[str] = ()
     sequence: Mapping[str | int, int] = field(default_factory=dict)
+    experts: Sequence[str] = ()
     begin_reader: Callable[[int], None] | None = None

@@ -12,6 +12,7 @@ from pipelines.errors import UserError
 from pipelines.settings.overrides import similar_names
 from pipelines.training.custom.custom_pipeline import layers_of, parts_of, why_not_sequential
 from pipelines.training.custom.parallel_styles import CustomCut, names_matching, style_of
+from pipelines.training.models.expert_parallel import number_of
 from pipelines.training.workload.state import TP_DIMS
 from pipelines.training.workload.workload import Layer, ModelShape, Style, starred
 
@@ -26,7 +27,8 @@ NO_PIPELINE = (
 REFUSED = {
     "cp": "the recipe does not say which dims of its batch are the sequence: "
     "Recipe(sequence={'tokens': 1, 'positions': 1, 'targets': 1}, ...)",
-    "ep": "it is unknown which of a recipe's modules are experts",
+    "ep": "it is unknown which of a recipe's modules are experts: "
+    "Recipe(experts=['layers.*.experts'], ...)",
 }
 
 
@@ -37,15 +39,18 @@ def shape_of(
     pipeline: Sequence[str] = (),
     blocks: Sequence[str] = (),
     has_sequence: bool = False,
+    experts: Sequence[str] = (),
 ) -> ModelShape:
     """The shape of a module on the meta device, whose `blocks` are sharded one by one.
 
-    Without a pipeline the module is one layer. Raises `UserError` for a plan or a pipeline that
-    does not fit the module.
+    Without a pipeline the module is one layer. Raises `UserError` for a plan, a pipeline or experts
+    that do not fit the module.
     """
     styles = _styles(module, plan)
     parts = parts_of(module, pipeline)
-    unknown = {axis: why for axis, why in REFUSED.items() if axis != "cp" or not has_sequence}
+    known = {"cp": has_sequence, "ep": bool(experts)}
+    unknown = {axis: why for axis, why in REFUSED.items() if not known[axis]}
+    numbers = _numbers_of_experts(module, experts)
     refused = [*unknown.items(), *([] if styles else [("tp", NO_PLAN)])]
     widths = [
         _width(module.get_submodule(name), style)
@@ -56,8 +61,33 @@ def shape_of(
     layers = layers_of(module, parts, styles) or (Layer((), 1),)
     no_pp = why_not_sequential(module, parts, blocks, layers) if parts else NO_PIPELINE
     refused += [("pp", no_pp)] if no_pp else []
-    limits = Limits(tp_divides=divides, num_layers=len(layers), refused=tuple(refused))
-    return ModelShape(layers, limits, styles, sequence_parallel=False)
+    limits = Limits(
+        tp_divides=divides,
+        num_layers=len(layers),
+        num_experts=gcd(*numbers.values()) or None,
+        refused=tuple(refused),
+    )
+    return ModelShape(layers, limits, styles, tuple(numbers), sequence_parallel=False)
+
+
+def _numbers_of_experts(module: nn.Module, experts: Sequence[str]) -> dict[str, int]:
+    """The number of experts of each module of them."""
+    modules, numbers = dict(module.named_modules()), {}
+    for pattern in experts:
+        names = names_matching(pattern, modules)
+        if not names:
+            known = list(dict.fromkeys([*map(starred, modules), *modules]))
+            raise UserError(
+                f"experts: the module has no {pattern}; {similar_names(pattern, known)}"
+            )
+        for name in names:
+            numbers[name] = number_of(modules[name])
+            if not numbers[name]:
+                raise UserError(
+                    f"experts: dim 0 of each parameter of {name} must be the number of experts, "
+                    "and it must have no buffers: stack the weights of all experts"
+                )
+    return numbers
 
 
 def _styles(module: nn.Module, plan: Mapping[str, CustomCut]) -> dict[str, Style]:

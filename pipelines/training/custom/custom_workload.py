@@ -32,6 +32,7 @@ from pipelines.reading.stream import Stream
 from pipelines.settings import MlpSettings
 from pipelines.settings.recipe import Dataset, Losses, Recipe
 from pipelines.training.attention.cut_sequences import own_part
+from pipelines.training.custom import tensor_trial
 from pipelines.training.custom.block_flow import flow_of
 from pipelines.training.custom.custom_module import (
     MAX_WHOLE_BYTES,
@@ -53,7 +54,7 @@ from pipelines.training.custom.merge_trial import (
 from pipelines.training.custom.microbatch_draws import BlockSeeds, MicrobatchDraws, PassSeeds
 from pipelines.training.custom.optimizer_checks import NOT_CUT, uncut_parameters, why_not_split
 from pipelines.training.custom.pipeline_trial import why_no_pipeline
-from pipelines.training.custom.tensor_trial import why_no_tensor_parallelism
+from pipelines.training.models.expert_parallel import distribute_experts
 from pipelines.training.models.mlp import MlpWorkload
 from pipelines.training.passes.stage_modules import SharedParameters
 from pipelines.training.workload.optimizer import OptimizerFactory
@@ -120,10 +121,8 @@ class CustomWorkload:
     @cached_property
     def _shape(self) -> ModelShape:
         recipe, module = self.recipe, self.module()
-        names, has_sequence = self._names_of_blocks, bool(recipe.sequence)
-        shape = shape_of(
-            module, recipe.plan, recipe.tp_divides, recipe.pipeline, names, has_sequence
-        )
+        parts = recipe.pipeline, self._names_of_blocks, bool(recipe.sequence), recipe.experts
+        shape = shape_of(module, recipe.plan, recipe.tp_divides, *parts)
         return replace(shape, make_stage=self._make_stage)
 
     @cached_property
@@ -155,7 +154,10 @@ class CustomWorkload:
         return digest.hexdigest()
 
     def module(self, parallel: ParallelGroups = ALONE) -> nn.Module:
-        return build_shapes(self.recipe.model, self.settings.seed, self.values.most_bytes)
+        module = build_shapes(self.recipe.model, self.settings.seed, self.values.most_bytes)
+        if parallel is not ALONE:
+            distribute_experts(module, self._shape, parallel)
+        return module
 
     def blocks(self, module: nn.Module) -> Sequence[nn.Module]:
         """The blocks of the whole module that this stage has."""
@@ -168,14 +170,16 @@ class CustomWorkload:
 
     def limits(self) -> Limits:
         """The limits of the shape, and what trials of the module and of the optimizer refuse."""
-        limits = self._shape.limits
+        shape, limits = self._shape, self._shape.limits
         refused = dict(limits.refused)
         if self._why_not_split:
-            refused |= dict.fromkeys(("fsdp", "tp"), self._why_not_split)
+            refused |= dict.fromkeys(("fsdp", "tp", "ep"), self._why_not_split)
         elif self.whole_parameters:
-            refused["tp"] = NOT_CUT
-        elif "tp" not in refused and (no_tp := why_no_tensor_parallelism(self, self._shape)):
+            refused |= dict.fromkeys(("tp", "ep"), NOT_CUT)
+        elif "tp" not in refused and (no_tp := tensor_trial.why_no_tensor_parallelism(self, shape)):
             refused["tp"] = no_tp
+        if "ep" not in refused and (no_ep := tensor_trial.why_no_expert_parallelism(self, shape)):
+            refused["ep"] = no_ep
         if self.recipe.sequence and (no_cp := why_no_context_parallelism(self)):
             refused["cp"] = no_cp
         if "pp" not in refused and (no_pp := why_no_pipeline(self) or self._why_not_split):
