@@ -10,7 +10,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from peer_run import free_ports
-from processes import running
+from processes import Program, running
 
 HOST = "127.0.0.1"
 START_TIMEOUT_S = 60.0
@@ -27,11 +27,11 @@ class Cluster:
     nodes: ExitStack
     num_nodes: int = 0
 
-    def add_node(self, num_cpus: int) -> None:
+    def add_node(self, num_cpus: int) -> Program:
         """Start a node and wait until it joins."""
-        self.start(num_cpus, "--address", self.environment["RAY_ADDRESS"])
+        return self.start(num_cpus, "--address", self.environment["RAY_ADDRESS"])
 
-    def start(self, num_cpus: int, *arguments: str) -> None:
+    def start(self, num_cpus: int, *arguments: str) -> Program:
         self.num_nodes += 1
         command = [str(Path(sys.executable).with_name("ray")), "start", "--block"]
         command += ["--num-cpus", str(num_cpus), "--node-ip-address", HOST, *QUIET, *arguments]
@@ -40,6 +40,7 @@ class Cluster:
         program.wait_until(
             lambda: "Ray runtime started" in program.tail(100), START_TIMEOUT_S, "joining"
         )
+        return program
 
 
 @contextmanager

@@ -14,8 +14,8 @@ RESULTS = FOLDER / "results"
 README = FOLDER / "README.md"
 EXPLANATIONS = FOLDER / "explanations.md"
 NAMES = (
-    "recovery", "goodput", "churn", "growth", "overhead", "api", "peace", "data", "scaling",
-    "layouts", "core", "memory", "plan_memory", "plan",
+    "recovery", "goodput", "simulate", "churn", "growth", "overhead", "api", "peace", "data",
+    "scaling", "layouts", "core", "memory", "plan_memory", "plan",
     "reshard", "snapshot", "checkpoint", "large_model", "long_run",
 )  # fmt: skip
 """All benchmarks in the order of the page."""
