@@ -12,6 +12,7 @@ from actors.distributed.stall import wait_for
 from actors.runtime.program import Groups, Interrupt
 from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.reading.endless import InSequence
+from pipelines.reading.sampler_order import InSamplerOrder
 from pipelines.reading.stream import is_stream
 from pipelines.settings.recipe import Dataset
 
@@ -46,7 +47,7 @@ class MicrobatchStates:
 
     def refuse_other_order(self, dataset: Dataset) -> None:
         """Raise `LoopMisused` for a shuffled dataset, in which no microbatch continues another."""
-        in_order = isinstance(dataset, InSequence) or is_stream(dataset)
+        in_order = isinstance(dataset, InSequence | InSamplerOrder) or is_stream(dataset)
         if self.states and not in_order:
             raise LoopMisused(
                 "run.state: the samples are shuffled, so that a microbatch does not continue that "

@@ -15,6 +15,7 @@ from torch.utils.data import (
     DataLoader,
     IterableDataset,
     RandomSampler,
+    Sampler,
     TensorDataset,
     WeightedRandomSampler,
     default_collate,
@@ -103,6 +104,33 @@ def drawn_by_position(run: Run) -> None:
     train(run)
 
 
+class Buckets(Sampler[list[int]]):
+    """Batches of neighbours, in an order that a counter of its own changes with each epoch."""
+
+    def __init__(self) -> None:
+        self.num_epochs = 0
+
+    def __len__(self) -> int:
+        return LENGTH // MICROBATCH
+
+    def __iter__(self) -> Iterator[list[int]]:
+        self.num_epochs += 1
+        firsts = [number * MICROBATCH for number in range(len(self))]
+        random.Random(self.num_epochs).shuffle(firsts)
+        for first in firsts:
+            yield [*range(first, first + MICROBATCH)]
+
+
+def bucketed(run: Run) -> None:
+    train(run, DataLoader(samples(), batch_sampler=Buckets(), num_workers=1))
+
+
+def plain_bucketed(number: int) -> Batch:
+    data, buckets = samples(), Buckets()
+    epochs = [[*buckets] for _ in range(1 + number // len(buckets))]
+    return default_collate([data[i] for i in epochs[-1][number % len(buckets)]])
+
+
 def plain_in_sequence(number: int) -> Batch:
     data, first = samples(), number * MICROBATCH
     return default_collate([data[i % LENGTH] for i in range(first, first + MICROBATCH)])
@@ -128,6 +156,7 @@ PLAIN: dict[str, Callable[[int], Batch]] = {
     "replaced": plain_replaced,
     "drawn": plain_drawn,
     "batches": plain_in_sequence,
+    "bucketed": plain_bucketed,
 }
 
 

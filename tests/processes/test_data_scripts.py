@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
+import pickle
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
+from random import SystemRandom
+from threading import Lock
+from typing import Any
 
 import data_scripts
 import pytest
 import torch
 from test_script_habits import run_habit
-from torch.utils.data import DataLoader, DistributedSampler, SubsetRandomSampler, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    DistributedSampler,
+    Sampler,
+    SubsetRandomSampler,
+    TensorDataset,
+    WeightedRandomSampler,
+)
 
 from pipelines.loop.prepared.data_source import source_of
 from pipelines.loop.prepared.errors import LoopMisused
@@ -38,6 +50,44 @@ def test_samples_are_drawn_as_often_as_their_weights_say() -> None:
 def test_function_with_a_position_is_refused() -> None:
     with pytest.raises(LoopMisused, match="next_batch returns other values when it is called"):
         script_of(data_scripts.drawn_by_position)
+
+
+class OfOneRank(DistributedSampler[Any]):
+    """A sampler that a script derives from that of torch."""
+
+
+class Unseeded(Sampler[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(SystemRandom().sample(range(10), 10))
+
+
+class Locked(Sampler[int]):
+    def __init__(self) -> None:
+        self.lock = Lock()
+
+
+@pytest.mark.parametrize(
+    ("sampler", "reason"),
+    [
+        (OfOneRank(range(10), num_replicas=2, rank=0), "names the samples of one rank only"),
+        (Unseeded(), "has another order with the same random seeds"),
+        (Locked(), "cannot be copied"),
+    ],
+)
+def test_sampler_whose_order_is_not_known_is_refused(sampler: Any, reason: str) -> None:
+    with pytest.raises(LoopMisused, match=reason):
+        source_of(DataLoader(TensorDataset(torch.arange(10)), batch_size=2, sampler=sampler))
+
+
+def test_samplers_of_torch_without_a_counterpart_keep_their_order() -> None:
+    """Without replacement no sample comes twice in an epoch, also in a copy for a reader."""
+    data = TensorDataset(torch.arange(10))
+    sampler = WeightedRandomSampler([1.0] * 10, 6, replacement=False)
+    source = source_of(DataLoader(data, batch_size=2, sampler=sampler))
+    chosen = [int(source.dataset[index][0]) for index in range(12)]
+    assert source.epoch_size == 6 and len({*chosen[:6]}) == len({*chosen[6:]}) == 6
+    copied = pickle.loads(pickle.dumps(source.dataset))
+    assert [int(copied[index][0]) for index in reversed(range(12))] == chosen[::-1]
 
 
 def test_samplers_of_a_part_and_of_torchrun_are_shuffled_by_the_run() -> None:

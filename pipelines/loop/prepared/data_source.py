@@ -18,14 +18,18 @@ from torch.utils.data import (
 
 from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.reading.endless import DrawnBatches, InSequence, WithReplacement
+from pipelines.reading.sampler_order import InSamplerOrder
 from pipelines.reading.stream import is_stream
 from pipelines.reading.stream_positions import digest_of
 from pipelines.settings import ReadingSettings
 from pipelines.settings.recipe import Dataset
+from pipelines.settings.user_code import describe
 from pipelines.training.custom.custom_module import seeded
 
 SAMPLERS = {RandomSampler.__module__, DistributedSampler.__module__}
 """The modules of torch's own samplers."""
+NUM_COMPARED = 64
+"""So many of the first indices of other samplers are compared."""
 
 
 @dataclass(frozen=True)
@@ -46,10 +50,8 @@ def source_of(loader: DataLoader[Any]) -> DataSource:
     """The samples of a loader, in its order. Raises `LoopMisused` for an order that other workers
     cannot know."""
     collate, size = loader.collate_fn, loader.batch_size
-    if size is None and loader.batch_sampler is None:  # the dataset has batches, not samples
+    if size is None:  # the items of the dataset, or of the batch sampler, are batches
         collate, size = _OfOne(loader.collate_fn), 1
-    if size is None:
-        raise _other_order("a batch_sampler")
     dataset, length = _ordered(loader)
     return DataSource(
         dataset,
@@ -101,12 +103,14 @@ def _ordered(loader: DataLoader[Any]) -> tuple[Dataset, int]:
         )
     if not len(dataset):
         raise LoopMisused("run.prepare: the loader's dataset is empty")
+    if loader.batch_size is None and loader.batch_sampler is not None:
+        return _in_order_of(loader.batch_sampler, dataset)
     return _sampled(dataset, loader.sampler)
 
 
 def _sampled(dataset: Dataset, sampler: Any) -> tuple[Dataset, int]:
     if type(sampler).__module__ not in SAMPLERS:  # a subclass may have another order
-        raise _other_order(f"a {type(sampler).__name__}")
+        return _in_order_of(sampler, dataset)
     match sampler:
         case RandomSampler() if sampler.replacement:
             return WithReplacement(dataset), sampler.num_samples
@@ -121,14 +125,28 @@ def _sampled(dataset: Dataset, sampler: Any) -> tuple[Dataset, int]:
             return dataset if sampler.shuffle else InSequence(dataset), len(dataset)
         case WeightedRandomSampler() if sampler.replacement:
             return WithReplacement(dataset, sampler.weights.tolist()), sampler.num_samples
-    raise _other_order(f"a {type(sampler).__name__}")
+    return _in_order_of(sampler, dataset)
 
 
-def _other_order(what: str) -> LoopMisused:
+def _in_order_of(sampler: Any, dataset: Dataset) -> tuple[Dataset, int]:
+    """The dataset in the order of any sampler. Raises `LoopMisused` for one whose order the other
+    workers cannot know."""
+    name = type(sampler).__name__
+    if getattr(sampler, "num_replicas", 1) != 1:
+        raise _other_order(name, "names the samples of one rank only")
+    try:
+        ordered = InSamplerOrder(dataset, sampler)
+    except Exception as error:  # whatever its objects raise when they are copied
+        raise _other_order(name, f"cannot be copied ({describe(error)})") from error
+    if ordered.first(NUM_COMPARED) != ordered.first(NUM_COMPARED):
+        raise _other_order(name, "has another order with the same random seeds")
+    return ordered, len(sampler) if hasattr(type(sampler), "__len__") else 0
+
+
+def _other_order(name: str, why: str) -> LoopMisused:
     return LoopMisused(
-        f"run.prepare: the loader has {what}, whose order the other workers cannot know: set "
-        "shuffle=True or False without a sampler (for held-out samples use "
-        "run.evaluation(dataset, losses))"
+        f"run.prepare: the loader's {name} {why}, so that the other workers cannot know its order: "
+        "make it depend on a seed and set_epoch, or set shuffle=True or False without a sampler"
     )
 
 
