@@ -17,7 +17,7 @@ from pipelines.settings import TrainSettings
 from pipelines.settings.overrides import Given
 from pipelines.settings.recipe import Recipe
 from pipelines.training.custom.custom_workload import CustomWorkload
-from pipelines.training.custom.optimizer_checks import refuse_unfit
+from pipelines.training.custom.optimizer_checks import refuse_unfit, refuse_without_dims
 from pipelines.training.workload.state import build_on_meta, optimizer_factory_of, trained_dims
 from pipelines.training.workload.workload import Workload
 
@@ -37,9 +37,9 @@ def refuse_brought(changes: Sequence[str | Given]) -> None:
             raise UserError(f"{key}: the recipe defines its own {part}; change it there")
 
 
-def refuse_unfit_recipe(program: TrainingProgram, tries_body: bool = False) -> None:
+def refuse_unfit_recipe(program: TrainingProgram, tries_body: bool = False) -> tuple[str, ...]:
     """Raises `UserError` for a recipe that is known to fail in training, which the body of a
-    script's step may show."""
+    script's step may show. Returns notes for the user."""
     workload, settings = program.workload, program.settings
     if settings.eval_every and not workload.num_held_out:
         raise UserError(
@@ -58,18 +58,15 @@ def refuse_unfit_recipe(program: TrainingProgram, tries_body: bool = False) -> N
             f"the model {type(module).__name__} has no trainable parameters: add layers with "
             "parameters, and leave requires_grad on for them"
         )
-    for name, parameter in module.named_parameters():
-        if not parameter.ndim:
-            raise UserError(
-                f"the model's parameter {name} has no dimensions, so it cannot be sharded: "
-                "give it shape (1,)"
-            )
+    refuse_without_dims(module)
     workload.blocks(module)
     refuse_unfit(optimizer_factory_of(workload, settings), trained_dims(module))
     # The machines of a cluster may have GPUs, without which the body may not run.
     tries_body = tries_body and (settings.accelerator == "cpu" or will_be_private())
     if tries_body and program.loop is not None and isinstance(workload, CustomWorkload):
-        try_body(program.loop, workload)
+        note = try_body(program.loop, workload)
+        return (note,) if note else ()
+    return ()
 
 
 def notes_on(workload: Workload, settings: TrainSettings) -> tuple[str, ...]:

@@ -57,6 +57,7 @@ def dry_run(request: TrainRequest, console: Console) -> int:
         *_worker_rows(plan),
         *_resume_rows(folder),
         *_path_rows(request, plan, folder),
+        *(("note", note) for note in plan.notes),
     ):
         table.add_row(label, Text(value))
     console.print(table)

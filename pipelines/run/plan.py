@@ -154,13 +154,14 @@ def make_plan(request: TrainRequest, num_gpus: int) -> RunPlan:
     named = user_code_errors(f"recipe {name_of(request.recipe)}")
     with named if custom is not None else nullcontext():
         program = TrainingProgram(**{**factory.kwargs, "device": "cpu"})
+        notes: tuple[str, ...] = ()
         if custom is not None:
-            refuse_unfit_recipe(program, request.tries_script and not num_gpus)
+            notes = refuse_unfit_recipe(program, request.tries_script and not num_gpus)
         job = job_of(settings, program)
         _refuse_impossible_layout(policy, target_layout, job)
         recipe = _recipe(request, policy, factory, program)
         recipe |= identity(custom, program) if custom is not None else {}
-    notes = _refuse_other_training_settings(folder, recipe, settings)
+    notes += _refuse_other_training_settings(folder, recipe, settings)
     notes += notes_on(program.workload, settings) if custom is not None else ()
     run = RunSpec(
         name=folder.name,

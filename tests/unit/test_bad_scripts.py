@@ -91,6 +91,11 @@ MISTAKES = {
     "no block": ("with step:", "if True:", "exist only within `with step:`"),
     "exit": (STEP, "sys.exit(3)", "sys.exit(3) in the loop"),
     "iterated loader": ("step.batches()", "loader", "loop over `step.batches()` instead"),
+    "parameter without dimensions": (
+        SGD,
+        f"None; model.scale = nn.Parameter(torch.tensor(1.0)); optimizer = {SGD}",
+        "scale has no dimensions",
+    ),
     "unprepared model": (PREPARE, "run.prepare(optimizer, loader)", "pass run.prepare the model"),
     "LBFGS": (SGD, "torch.optim.LBFGS(model.parameters())", "LBFGS: its step needs a closure"),
     "Muon of vectors": (SGD, "torch.optim.Muon(model.parameters())", "only supports 2D"),

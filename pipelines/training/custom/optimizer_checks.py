@@ -7,7 +7,7 @@ from inspect import Parameter, signature, unwrap
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipelines.errors import UserError
@@ -31,6 +31,16 @@ NOT_CUT = (
     "Adafactor, LAMB), which tp would cut: use dp or fsdp, which deals whole parameters to workers"
 )
 Weights = dict[str, Tensor]
+
+
+def refuse_without_dims(module: nn.Module) -> None:
+    """Raise `UserError` for a parameter without dimensions."""
+    for name, parameter in module.named_parameters():
+        if not parameter.ndim:
+            raise UserError(
+                f"the model's parameter {name} has no dimensions, so it cannot be sharded: "
+                "give it shape (1,)"
+            )
 
 
 def refuse_unfit(optimizer_factory: OptimizerFactory, num_dims: Mapping[str, int]) -> None:

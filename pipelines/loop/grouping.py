@@ -1,0 +1,72 @@
+"""Comparison of a loss with the mean of the losses of its parts, during the trial of a script."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from math import isfinite
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+
+from pipelines.settings.user_code import place_of_caller
+from pipelines.training.workload.workload import LossSums
+
+TOLERANCE = 1e-3
+"""Relative, of float32 sums in another order."""
+MODES = ("BatchNorm", "Dropout", "AlphaDropout")
+"""Modules of torch, by their names, that compute something else in evaluation mode."""
+
+
+class GroupingTrial:
+    """Finds a loss that depends on how the samples of a batch are grouped into microbatches.
+
+    The halves of a microbatch are computed, and then the whole. Nothing is compared where the loss
+    draws random numbers, which depend on the grouping, too.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._place = ""
+        self._is_random = False
+        self._state: tuple[Any, ...] = ()
+
+    def begin(self) -> None:
+        """Before the first part. Dropout and BatchNorm do nothing from now on."""
+        for part in self._module.modules():
+            if type(part).__name__.startswith(MODES):
+                part.eval()
+
+    def before(self) -> None:
+        """Before what may draw random numbers: the `collate`, and the forward."""
+        self._state = _random_state()
+
+    def after(self) -> None:
+        self._place = place_of_caller()
+        self._is_random |= self._state != _random_state()
+
+    def note(self, sums: Sequence[LossSums]) -> str | None:
+        """A note for the user, by the losses of both halves and of the whole."""
+        *halves, whole = ((float(part.loss), float(part.num_tokens)) for part in sums)
+        count = sum(number for _, number in halves)
+        if self._is_random or not count or not whole[1]:
+            return None
+        mean, together = sum(loss for loss, _ in halves) / count, whole[0] / whole[1]
+        if not isfinite(mean - together):
+            return None
+        if abs(mean - together) <= TOLERANCE * max(abs(mean), abs(together)) + TOLERANCE**2:
+            return None
+        return (
+            f"{self._place}the loss of a microbatch ({together:.4g}) is not the mean of those of "
+            f"its halves ({mean:.4g}), so training depends on batch_size, and not only on the "
+            "batch: if it is a sum, divide it by the number of samples; if it is a mean of tokens, "
+            "pass their number to step.backward(loss, weight); if it compares samples with each "
+            "other, load the whole batch with microbatches=1"
+        )
+
+
+def _random_state() -> tuple[Any, ...]:
+    numpy = repr(np.random.get_state(legacy=False)["state"])
+    return torch.get_rng_state().numpy().tobytes(), random.getstate(), numpy
