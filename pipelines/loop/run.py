@@ -77,6 +77,12 @@ class Run:
         the layers of the model that `tp` shards, and `tp` must divide `tp_divides`; see `Recipe`.
         Raises `LoopMisused` for an object that cannot survive a change of the workers.
         """
+        if self._at.is_training:
+            raise LoopMisused(
+                "run.prepare: the run has trained already; it has one loop. To train again with "
+                "other values, start a run for each, as in ElasticTrainer(train, "
+                'recipe_config={"lr": lr}).fit()'
+            )
         if plan is not None or tp_divides is not None:
             num_models = sum(isinstance(item, nn.Module) for item in objects)
             self._plans.add(plan or {}, tp_divides, len(self._models), num_models)
@@ -240,7 +246,7 @@ class Run:
             case DataLoader():
                 _refuse_second(self._source, "loader")
                 self._source = source_of(item)
-                return PreparedLoader(item)
+                return PreparedLoader(item, self._at)
         raise LoopMisused(
             f"run.prepare: cannot prepare {type(item).__name__}; pass a model, an optimizer, "
             "learning-rate schedulers, a GradScaler, and a DataLoader"

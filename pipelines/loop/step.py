@@ -17,6 +17,18 @@ from pipelines.loop.reports import Reported
 from pipelines.settings.user_code import place_of
 from pipelines.training.workload.workload import LossSums, at_least_float32
 
+SHARDED = {
+    "got mixed torch.Tensor and DTensor": (
+        "the body calls a part of the model, whose weights are sharded over workers (fsdp with "
+        "zero=3): call the whole model, or train with --layout dp, or zero=2"
+    ),
+    "out of bounds for storage of size 0": (
+        "the body differentiates a gradient (create_graph), for which the weights must stay whole, "
+        "but they are sharded over workers (fsdp with zero=3): train with --layout dp, or zero=2"
+    ),
+}
+"""What an exception of the body means where weights are sharded, by a part of its text."""
+
 
 class Microbatch(Protocol):
     """The data of one pass.
@@ -214,13 +226,10 @@ class Step:
             self._finish()
 
     def _explained(self, error: BaseException) -> BaseException:
-        if "got mixed torch.Tensor and DTensor" not in str(error):
+        text = next((text for part, text in SHARDED.items() if part in str(error)), None)
+        if text is None:
             return error
-        explained = LoopMisused(
-            f"step {self.number}: the body calls a part of the model, whose weights are sharded "
-            "over workers (fsdp with zero=3): call the whole model, or train with --layout dp, or "
-            "zero=2"
-        )
+        explained = LoopMisused(f"step {self.number}: {text}")
         explained.place = place_of(error)
         return explained.with_traceback(error.__traceback__)
 

@@ -16,6 +16,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import cloudpickle
+
 from pipelines.errors import UserError
 from pipelines.settings.user_code import is_users, user_code_errors
 
@@ -79,6 +81,8 @@ def shipped(kwargs: dict[str, Any], recipe: object, arguments: Mapping[str, Any]
 
 _running: list[str] = []
 """The files that are being run."""
+_files: set[str] = set()
+"""The modules that are such files."""
 
 
 def refuse_in_file(what: str) -> None:
@@ -113,10 +117,11 @@ def run_file(file: Path) -> ModuleType:
     if (folder := str(file.resolve().parent)) not in sys.path:
         sys.path.insert(0, folder)
     module = importlib.util.module_from_spec(spec)
-    # Dataclasses look up their module in sys.modules. The entry is removed afterwards: what is
-    # registered would be pickled by its module's name, which reader processes cannot import.
+    # Dataclasses look up their module in sys.modules, and `torch.save` of a whole model its class.
     before = sys.modules.get(spec.name)
     sys.modules[spec.name] = module
+    # Reader processes cannot import it by its name.
+    cloudpickle.register_pickle_by_value(module)
     _running.append(spec.name)
     try:
         with _arguments(_arguments_of(str(file))):
@@ -124,8 +129,8 @@ def run_file(file: Path) -> ModuleType:
     finally:
         _running.pop()
         if before is None:
-            del sys.modules[spec.name]
-        else:
+            _files.add(spec.name)
+        elif spec.name not in _files:
             sys.modules[spec.name] = before
     return module
 

@@ -242,6 +242,19 @@ def layer_by_layer(run: Run) -> None:
             note_values(step.number, "layer", {"weight": raw[2].weight.detach().clone()})
 
 
+def second_order(run: Run) -> None:
+    """A body with the penalty of a gradient, as that of WGAN-GP."""
+    raw, optimizer, loader = build_container()
+    model, optimizer, loader = run.prepare(raw, optimizer, loader)
+    for step in run.steps(4, microbatches=NUM_MICROBATCHES):
+        with step:
+            for points, labels in step.batches():
+                points.requires_grad_()
+                loss = nn.functional.cross_entropy(model(points), labels)
+                [gradient] = torch.autograd.grad(loss, points, create_graph=True)
+                step.backward(loss + gradient.norm())
+
+
 def build_container() -> tuple[nn.Module, torch.optim.Optimizer, Any]:
     torch.manual_seed(3)
     model = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 3)).double()

@@ -103,6 +103,12 @@ def test_layers_that_are_sharded_are_called_by_the_whole_model(
     assert zero == 2 or "call the whole model, or train with --layout dp" in run.stopped.reason
 
 
+def test_gradient_of_a_gradient_needs_whole_weights(tmp_path: Path) -> None:
+    run = run_habit(tmp_path, "second_order", 0, "user_error", "fsdp=2,zero=3")
+    assert "differentiates a gradient (create_graph)" in run.stopped.reason
+    assert "train with --layout dp, or zero=2" in run.stopped.reason
+
+
 def test_loss_scale_is_part_of_the_state_and_an_overflow_has_no_effect(tmp_path: Path) -> None:
     run = run_habit(tmp_path, "loss_scaler")
     expected = dict(enumerate(script_habits.plain_loss_scaler(), start=1))

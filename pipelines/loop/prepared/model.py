@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copyreg
 from typing import Any
 
 from torch import nn
@@ -86,7 +87,11 @@ class PreparedModel(nn.Module):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Copies and files have the model's own class."""
         _refuse_in_step(self, "copies")
-        return plain(self).__reduce_ex__(protocol)
+        reduced = plain(self).__reduce_ex__(protocol)
+        if reduced[0] is not copyreg.__newobj__:  # type: ignore[attr-defined]
+            return reduced
+        # `pickle` refuses that function for an object of another class.
+        return object.__new__, *reduced[1:]
 
 
 def prepare_model(model: nn.Module, models: CalledModels) -> nn.Module:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NoReturn
 
 from torch import Tensor
@@ -111,10 +111,14 @@ class PreparedScheduler:
 
 
 class PreparedLoader:
-    """Wrapper of a loader: its length is an epoch in microbatches; it cannot be iterated."""
+    """Wrapper of a loader: its length is an epoch in microbatches.
 
-    def __init__(self, declared: DataLoader[Any]) -> None:
+    It is iterated only outside of the steps, e.g. by `torch.optim.swa_utils.update_bn`.
+    """
+
+    def __init__(self, declared: DataLoader[Any], at: ScriptMoment) -> None:
         self.declared = declared
+        self._at = at
 
     def __len__(self) -> int:
         return len(self.declared)
@@ -123,8 +127,10 @@ class PreparedLoader:
     def dataset(self) -> Any:
         return self.declared.dataset
 
-    def __iter__(self) -> NoReturn:
-        raise LoopMisused("the loader cannot be iterated: loop over `step.batches()` instead")
+    def __iter__(self) -> Iterator[Any]:
+        if self._at.moment is Moment.IN_STEP:
+            raise LoopMisused("the loader cannot be iterated: loop over `step.batches()` instead")
+        return iter(self.declared)
 
 
 def _refuse_private(name: str) -> None:

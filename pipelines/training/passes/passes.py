@@ -91,16 +91,19 @@ def loss_context(parallel: ParallelGroups) -> AbstractContextManager[None]:
 
 class evaluating:
     """Sets modules to evaluation mode, and releases gathered parameters at the end, since there is
-    no backward pass to do so."""
+    no backward pass to do so. Parts that are in evaluation mode while training, such as a frozen
+    BatchNorm, stay in it."""
 
     def __init__(self, sharded: Sharded) -> None:
         self.sharded = sharded
 
     def __enter__(self) -> None:
+        parts = (part for module in self.sharded.modules for part in module.modules())
+        self._trained = [part for part in parts if part.training]
         for module in self.sharded.modules:
             module.eval()
 
     def __exit__(self, *error: object) -> None:
         self.sharded.release()
-        for module in self.sharded.modules:
-            module.train()
+        for part in self._trained:
+            part.training = True
