@@ -108,7 +108,7 @@ def _stage_shares(layer_costs: tuple[int, ...], num_stages: int) -> tuple[float,
 
 
 @dataclass(frozen=True, slots=True)
-class _Passes:
+class _StepPasses:
     """The passes of the busiest data rank in a step, and the microbatches in each."""
 
     num_passes: int
@@ -162,7 +162,7 @@ class _Step:
             self._optimizer_s(),
         )
 
-    def _passes(self) -> _Passes:
+    def _passes(self) -> _StepPasses:
         job, axes, facts = self.job, self.axes, self.job.memory
         rounds = -(-job.num_microbatches // (self.dp * self.fsdp))
         merged: float = 1
@@ -175,7 +175,7 @@ class _Step:
             rounds, merged = num_passes, rounds / num_passes
         trial = self._trial()
         if trial is None:
-            return _Passes(rounds, merged, merged * self.unit / (axes.tp * axes.cp), 0.0)
+            return _StepPasses(rounds, merged, merged * self.unit / (axes.tp * axes.cp), 0.0)
         plain = job.times.plain
         scale = self.unit / plain.single_s if plain and plain.single_s else 1.0
         pass_s = trial.pass_s + merged * trial.microbatch_s
@@ -184,7 +184,7 @@ class _Step:
         if plain is not None and sharded is not None:
             pass_s += max(0.0, sharded.pass_s - plain.pass_s)
             step_s += sharded.step_s - plain.step_s
-        return _Passes(rounds, merged, scale * max(0.0, pass_s), scale * max(0.0, step_s))
+        return _StepPasses(rounds, merged, scale * max(0.0, pass_s), scale * max(0.0, step_s))
 
     def _most_merged(self, rounds: int) -> int:
         """The microbatches that fit in a pass."""

@@ -36,7 +36,7 @@ from pipelines.hugging_face.placeholders import Placeholder
 from pipelines.hugging_face.routing.router_loss import RoutedLogits, has_router_loss, routed_logits
 from pipelines.settings import HuggingFaceSettings, LoraSettings
 from pipelines.training.attention import attention_interface
-from pipelines.training.custom.microbatch_draws import BlockSeeds, PassSeeds
+from pipelines.training.custom.modules.microbatch_draws import BlockSeeds, PassSeeds
 from pipelines.training.models.expert_parallel import distribute_experts
 from pipelines.training.models.next_token import NextToken
 from pipelines.training.workload.initial_values import draw, slices_of

@@ -27,7 +27,7 @@ from pipelines.loop.thread import (
     Proceed,
     Request,
 )
-from pipelines.training.custom.custom_module import seeded
+from pipelines.training.custom.modules.custom_module import seeded
 from pipelines.training.workload.workload import LossSums
 
 ScriptFunction = Callable[[Run], None]

@@ -22,7 +22,7 @@ from pipelines.loop.step import Step
 from pipelines.settings import CustomModelSettings, TrainSettings
 from pipelines.settings.recipe import Recipe
 from pipelines.settings.user_code import described
-from pipelines.training.custom.custom_module import seeded
+from pipelines.training.custom.modules.custom_module import seeded
 
 DTYPES: dict[torch.dtype, Literal["float64"]] = {torch.float64: "float64"}
 """The run's dtype by that of the model's parameters; float32 for all others."""

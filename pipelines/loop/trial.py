@@ -17,10 +17,10 @@ from pipelines.loop.microbatch_state import MicrobatchStates
 from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.step import Position
 from pipelines.loop.thread import Request
-from pipelines.training.custom.block_flow import in_dtypes
-from pipelines.training.custom.custom_module import parameter_bytes, seeded
-from pipelines.training.custom.custom_pipeline import CustomBatch
 from pipelines.training.custom.custom_workload import CustomWorkload
+from pipelines.training.custom.modules.block_flow import in_dtypes
+from pipelines.training.custom.modules.custom_module import parameter_bytes, seeded
+from pipelines.training.custom.modules.custom_pipeline import CustomBatch
 from pipelines.training.workload.parallel_groups import ALONE
 
 MAX_BYTES = 1 << 28

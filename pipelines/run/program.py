@@ -38,8 +38,8 @@ from pipelines.settings.recipe import Recipe
 from pipelines.settings.script_file import ScriptFile
 from pipelines.training.checkpoint.part_file import write_part
 from pipelines.training.checkpoint.reader import read_regions
-from pipelines.training.custom.custom_module import MAX_WHOLE_BYTES
 from pipelines.training.custom.custom_workload import CustomWorkload
+from pipelines.training.custom.modules.custom_module import MAX_WHOLE_BYTES
 from pipelines.training.models.language_model import LanguageModelWorkload
 from pipelines.training.models.mlp import MlpWorkload
 from pipelines.training.models.next_token import open_samples

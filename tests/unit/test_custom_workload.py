@@ -14,10 +14,10 @@ from pipelines.errors import UserError
 from pipelines.run.plan import RunPlan, TrainRequest, make_plan, store_recipe
 from pipelines.settings import TrainSettings
 from pipelines.settings.recipe import Recipe
-from pipelines.training.custom.custom_module import build_on_host, build_shapes, find_blocks
 from pipelines.training.custom.custom_shape import shape_of
 from pipelines.training.custom.custom_workload import CustomWorkload
-from pipelines.training.custom.loss_sums import loss_sums_of
+from pipelines.training.custom.modules.custom_module import build_on_host, build_shapes, find_blocks
+from pipelines.training.custom.modules.loss_sums import loss_sums_of
 from pipelines.training.passes.running_buffers import RunningBuffers
 from pipelines.training.replica.warm_up import group_of_one
 

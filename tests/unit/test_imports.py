@@ -59,6 +59,7 @@ LEVELS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("observe/history", "training"),
         ("observe", "training/replica"),
         ("training/custom",),
+        ("training/custom/modules",),
         ("training/passes", "training/checkpoint"),
         ("training/sharding",),
         ("training/models",),

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from pipelines.training.custom.microbatch_draws import MicrobatchDraws
+from pipelines.training.custom.modules.microbatch_draws import MicrobatchDraws
 from pipelines.training.workload.seeds import forward_seed
 
 CPU = torch.device("cpu")

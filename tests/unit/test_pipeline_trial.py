@@ -10,9 +10,9 @@ from elastic.geometry.model_limits import Limits
 from pipelines.errors import UserError
 from pipelines.settings import TrainSettings
 from pipelines.settings.recipe import Recipe
-from pipelines.training.custom.custom_pipeline import parts_of
 from pipelines.training.custom.custom_shape import shape_of
 from pipelines.training.custom.custom_workload import CustomWorkload
+from pipelines.training.custom.modules.custom_pipeline import parts_of
 from pipelines.training.custom.pipeline_trial import why_no_pipeline
 
 PARTS = ["first", "layers.*", "last"]

@@ -12,7 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from elastic.geometry.regions import Region
-from pipelines.training.custom.custom_module import InitialValues, build_on_host, build_shapes
+from pipelines.training.custom.modules.custom_module import (
+    InitialValues,
+    build_on_host,
+    build_shapes,
+)
 from pipelines.training.workload.initial_values import (
     Constant,
     Distribution,

@@ -24,7 +24,7 @@ from pipelines.reading.stream_positions import digest_of
 from pipelines.settings import ReadingSettings
 from pipelines.settings.recipe import Dataset
 from pipelines.settings.user_code import describe
-from pipelines.training.custom.custom_module import seeded
+from pipelines.training.custom.modules.custom_module import seeded
 
 SAMPLERS = {RandomSampler.__module__, DistributedSampler.__module__}
 """The modules of torch's own samplers."""

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from pipelines.training.custom.custom_pipeline import (
+from pipelines.training.custom.modules.custom_pipeline import (
     CustomBatch,
     inputs_of,
     module_returning,

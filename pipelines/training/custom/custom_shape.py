@@ -10,7 +10,11 @@ from torch import nn
 from elastic.geometry.model_limits import Limits
 from pipelines.errors import UserError
 from pipelines.settings.overrides import similar_names
-from pipelines.training.custom.custom_pipeline import layers_of, parts_of, why_not_sequential
+from pipelines.training.custom.modules.custom_pipeline import (
+    layers_of,
+    parts_of,
+    why_not_sequential,
+)
 from pipelines.training.custom.parallel_styles import CustomCut, names_matching, style_of
 from pipelines.training.models.expert_parallel import number_of
 from pipelines.training.workload.state import TP_DIMS

@@ -32,28 +32,35 @@ from pipelines.reading.stream import Stream
 from pipelines.settings import MlpSettings
 from pipelines.settings.recipe import Dataset, Losses, Recipe
 from pipelines.training.attention.cut_sequences import own_part
-from pipelines.training.custom import tensor_trial
-from pipelines.training.custom.block_flow import flow_of
-from pipelines.training.custom.custom_module import (
+from pipelines.training.custom.custom_optimizer import CustomOptimizerFactory
+from pipelines.training.custom.custom_shape import shape_of
+from pipelines.training.custom.merge_trial import (
+    Merging,
+    draws_at_random,
+    try_merging,
+)
+from pipelines.training.custom.modules.block_flow import flow_of
+from pipelines.training.custom.modules.custom_module import (
     MAX_WHOLE_BYTES,
     InitialValues,
     build_shapes,
     find_blocks,
     seeded,
 )
-from pipelines.training.custom.custom_optimizer import CustomOptimizerFactory
-from pipelines.training.custom.custom_pipeline import Chain, CustomBatch, inputs_of, parts_of
-from pipelines.training.custom.custom_shape import shape_of
-from pipelines.training.custom.loss_sums import counted
-from pipelines.training.custom.merge_trial import (
-    Merging,
-    draws_at_random,
-    try_merging,
-    why_no_context_parallelism,
+from pipelines.training.custom.modules.custom_pipeline import (
+    Chain,
+    CustomBatch,
+    inputs_of,
+    parts_of,
 )
-from pipelines.training.custom.microbatch_draws import BlockSeeds, MicrobatchDraws, PassSeeds
-from pipelines.training.custom.optimizer_checks import NOT_CUT, uncut_parameters, why_not_split
-from pipelines.training.custom.pipeline_trial import why_no_pipeline
+from pipelines.training.custom.modules.loss_sums import counted
+from pipelines.training.custom.modules.microbatch_draws import (
+    BlockSeeds,
+    MicrobatchDraws,
+    PassSeeds,
+)
+from pipelines.training.custom.optimizer_checks import uncut_parameters, why_not_split
+from pipelines.training.custom.refused_axes import refused_axes
 from pipelines.training.models.expert_parallel import distribute_experts
 from pipelines.training.models.mlp import MlpWorkload
 from pipelines.training.passes.stage_modules import SharedParameters
@@ -170,21 +177,8 @@ class CustomWorkload:
 
     def limits(self) -> Limits:
         """The limits of the shape, and what trials of the module and of the optimizer refuse."""
-        shape, limits = self._shape, self._shape.limits
-        refused = dict(limits.refused)
-        if self._why_not_split:
-            refused |= dict.fromkeys(("fsdp", "tp", "ep"), self._why_not_split)
-        elif self.whole_parameters:
-            refused |= dict.fromkeys(("tp", "ep"), NOT_CUT)
-        elif "tp" not in refused and (no_tp := tensor_trial.why_no_tensor_parallelism(self, shape)):
-            refused["tp"] = no_tp
-        if "ep" not in refused and (no_ep := tensor_trial.why_no_expert_parallelism(self, shape)):
-            refused["ep"] = no_ep
-        if self.recipe.sequence and (no_cp := why_no_context_parallelism(self)):
-            refused["cp"] = no_cp
-        if "pp" not in refused and (no_pp := why_no_pipeline(self) or self._why_not_split):
-            refused["pp"] = no_pp
-        return replace(limits, refused=tuple(refused.items()))
+        refused = refused_axes(self, self._shape, self._why_not_split)
+        return replace(self._shape.limits, refused=refused)
 
     @cached_property
     def whole_parameters(self) -> Collection[str]:

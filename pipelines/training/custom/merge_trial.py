@@ -16,10 +16,10 @@ from pipelines.reading.pass_reader import seed_host
 from pipelines.settings import TrainSettings
 from pipelines.settings.recipe import Recipe
 from pipelines.training.attention.cut_sequences import refuse_other_sums
-from pipelines.training.custom.block_flow import in_dtypes
-from pipelines.training.custom.custom_module import build_on_host, seeded
-from pipelines.training.custom.custom_pipeline import CustomBatch
-from pipelines.training.custom.microbatch_draws import MicrobatchDraws
+from pipelines.training.custom.modules.block_flow import in_dtypes
+from pipelines.training.custom.modules.custom_module import build_on_host, seeded
+from pipelines.training.custom.modules.custom_pipeline import CustomBatch
+from pipelines.training.custom.modules.microbatch_draws import MicrobatchDraws
 from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups
 from pipelines.training.workload.seeds import forward_seed, generator_states
 from pipelines.training.workload.state import buffers

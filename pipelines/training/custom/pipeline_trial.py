@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from pipelines.errors import UserError
 from pipelines.settings import TrainSettings
 from pipelines.settings.recipe import Recipe
-from pipelines.training.custom.block_flow import in_dtypes, run_layers
-from pipelines.training.custom.custom_module import build_on_host, seeded
-from pipelines.training.custom.custom_pipeline import (
+from pipelines.training.custom.modules.block_flow import in_dtypes, run_layers
+from pipelines.training.custom.modules.custom_module import build_on_host, seeded
+from pipelines.training.custom.modules.custom_pipeline import (
     CustomBatch,
     UnfitForPipeline,
     inputs_of,
@@ -22,7 +22,7 @@ from pipelines.training.custom.custom_pipeline import (
     pad_rows,
     unpad_rows,
 )
-from pipelines.training.custom.microbatch_draws import BlockSeeds
+from pipelines.training.custom.modules.microbatch_draws import BlockSeeds
 from pipelines.training.workload.parallel_groups import ALONE
 from pipelines.training.workload.state import buffers
 from pipelines.training.workload.trees import mapped

@@ -1,32 +1,32 @@
-"""Trials before a run: a recipe's module with the layers of one `tp` rank, and experts in parts."""
+"""Trial of a recipe's plan before a run: its module must run with the layers of one `tp` rank."""
 
 from __future__ import annotations
 
-from copy import deepcopy
-from typing import Any, Protocol
+import sys
+from typing import Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from pipelines.errors import UserError
-from pipelines.training.custom.block_flow import in_dtypes
-from pipelines.training.custom.custom_module import build_on_host, seeded
-from pipelines.training.custom.custom_pipeline import CustomBatch
-from pipelines.training.custom.merge_trial import MergeCandidate, draws_at_random
-from pipelines.training.models.expert_parallel import (
-    compute_rows,
-    keep_part,
-    named_experts,
-    number_of,
+from pipelines.training.custom.merge_trial import (
+    MAX_PARAMETERS,
+    NOISE,
+    MergeCandidate,
+    draws_at_random,
 )
+from pipelines.training.custom.modules.custom_module import build_on_host, seeded
+from pipelines.training.custom.modules.custom_pipeline import CustomBatch
+from pipelines.training.custom.modules.loss_sums import loss_sums_of
 from pipelines.training.tensor.draw_trial import find_draws, for_trial
 from pipelines.training.tensor.sharded_draws import Unknown
+from pipelines.training.tensor.value_trial import Untried, refuse_other_values
+from pipelines.training.workload.seeds import keyed_generator
+from pipelines.training.workload.state import stored_dtype
 from pipelines.training.workload.trees import mapped
 from pipelines.training.workload.workload import ModelShape
 
 NUM_SAMPLES = 2
-MAX_PARAMETERS = 20_000_000
-"""The experts of larger modules are not tried out."""
 
 
 class TensorCandidate(MergeCandidate, Protocol):
@@ -39,7 +39,7 @@ def why_no_tensor_parallelism(candidate: TensorCandidate, shape: ModelShape) -> 
     """The reason why the module cannot be trained under `tp`, or None.
 
     It runs twice on the meta device, where only shapes are known; a recipe that does not run there
-    is refused if it draws random numbers.
+    is refused if it draws random numbers. Then it runs with values, whole and on virtual ranks.
     """
     recipe, settings = candidate.recipe, candidate.settings
     divides = shape.limits.tp_divides or 2
@@ -55,64 +55,54 @@ def why_no_tensor_parallelism(candidate: TensorCandidate, shape: ModelShape) -> 
             )
             draws = find_draws(whole, cut, shape, num_tp, lambda module: recipe.loss(module, value))
     except Unknown as unknown:
-        return str(unknown) if draws_at_random(candidate) else None
+        if draws_at_random(candidate):
+            return str(unknown)
+        draws = []
     except UserError as error:
         return str(error)
     if any(draws) and settings.compile:
         return "dropout of activations that tp shards needs compile=false"
+    return _why_other_values(candidate, shape, num_tp)
+
+
+def _why_other_values(candidate: TensorCandidate, shape: ModelShape, num_tp: int) -> str | None:
+    """The reason why sharded layers compute something else than the whole module, or None.
+
+    Without a trial with values one line says so.
+    """
+    recipe, settings = candidate.recipe, candidate.settings
+    num_parameters = sum(parameter.numel() for parameter in candidate.module().parameters())
+    try:
+        if num_parameters > MAX_PARAMETERS:
+            raise Untried(f"the module has {num_parameters:,} parameters, over {MAX_PARAMETERS:,}")
+        with seeded(settings.seed):
+            batch = candidate.example(min(NUM_SAMPLES, settings.microbatch))
+            modules = [_with_noise(candidate) for _ in range(1 + num_tp)]
+            dtype = stored_dtype(settings)
+            value = mapped(lambda t: t.to(dtype) if t.is_floating_point() else t, batch.value)
+            refuse_other_values(
+                modules,
+                shape,
+                lambda module: loss_sums_of(recipe.loss(module, value), batch.num_held).loss,
+            )
+    except UserError as error:
+        return str(error)
+    except Exception as error:  # a module that needs a GPU, for example
+        kind = "" if isinstance(error, Untried) else f"{type(error).__name__}: "
+        reason = kind + (str(error).splitlines() or [""])[0]
+        print(f"elastic: tp was tried out with shapes, not with values: {reason}", file=sys.stderr)
     return None
 
 
-def why_no_expert_parallelism(candidate: TensorCandidate, shape: ModelShape) -> str | None:
-    """The reason why the experts cannot be dealt to the ranks of `ep`, or None.
-
-    The outputs of experts in parts must equal those of all together.
-    """
-    recipe, settings = candidate.recipe, candidate.settings
-    if sum(parameter.numel() for parameter in candidate.module().parameters()) > MAX_PARAMETERS:
-        return None
-    module = in_dtypes(build_on_host(recipe.model, settings.seed), recipe)
-    experts = dict(named_experts(module, shape))
-    calls: dict[str, tuple[Any, Tensor]] = {}
-    for name, part in experts.items():
-        part.register_forward_hook(
-            lambda part, inputs, output, name=name: calls.update({name: (inputs, output)})
-        )
-    try:
-        with seeded(settings.seed), torch.no_grad():
-            recipe.loss(module, candidate.example(min(NUM_SAMPLES, settings.microbatch)).value)
-            for name, (inputs, output) in calls.items():
-                if not _alike(_outputs_in_parts(experts[name], *inputs), output):
-                    return f"the outputs of {name} in parts are not those of all its experts"
-    except Exception as error:  # the module's own code raises any type
-        reason = (str(error).splitlines() or [""])[0]
-        return (
-            "experts must be called with tokens (any, dim), chosen experts (any, k) and weights "
-            f"(any, k): {type(error).__name__}: {reason}"
-        )
-    unused = [name for name in experts if name not in calls]
-    return f"the recipe's loss does not call {unused[0]}" if unused else None
-
-
-def _outputs_in_parts(
-    experts: nn.Module, tokens: Tensor, chosen: Tensor, weights: Tensor
-) -> Tensor:
-    """The outputs of experts that are computed in equal parts, as the ranks of `ep` do."""
-    num_experts = number_of(experts)
-    num_parts = next(n for n in range(2, num_experts + 1) if num_experts % n == 0)
-    size = num_experts // num_parts
-    outputs = tokens.new_zeros(*chosen.shape, tokens.shape[-1])
-    for part in range(num_parts):
-        alone = deepcopy(experts)
-        keep_part(alone, part, num_parts)
-        for number in range(size):
-            rows, places = (chosen == part * size + number).nonzero(as_tuple=True)
-            counts = torch.zeros(size, dtype=torch.int64)
-            counts[number] = len(rows)
-            outputs[rows, places] = compute_rows(alone.forward, tokens[rows], counts, len(rows))
-    return (outputs * weights[..., None]).sum(1).to(tokens.dtype)
-
-
-def _alike(first: Tensor, second: Tensor) -> bool:
-    rtol = 1e-4 if first.dtype in (torch.float32, torch.float64) else 3e-2
-    return first.shape == second.shape and torch.allclose(first, second, rtol=rtol, atol=rtol / 100)
+def _with_noise(candidate: TensorCandidate) -> nn.Module:
+    """The module on the host; each time with the same noise on its parameters, since a parameter of
+    value 0 would hide differences."""
+    settings = candidate.settings
+    module = build_on_host(candidate.recipe.model, settings.seed).to(stored_dtype(settings)).train()
+    generator = keyed_generator("noise", settings.seed)
+    with torch.no_grad():
+        for parameter in module.parameters():
+            if parameter.is_floating_point():
+                noise = torch.randn(parameter.shape, generator=generator, dtype=parameter.dtype)
+                parameter.add_(NOISE * noise)
+    return module

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from pipelines.settings.recipe import Recipe
-from pipelines.training.custom.custom_module import build_on_host, build_shapes
-from pipelines.training.custom.custom_pipeline import UnfitForPipeline
+from pipelines.training.custom.modules.custom_module import build_on_host, build_shapes
+from pipelines.training.custom.modules.custom_pipeline import UnfitForPipeline
 from pipelines.training.workload.state import stored_dtype
 from pipelines.training.workload.workload import Layer
 

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from actors.distributed.torch_private import is_view
 from pipelines.errors import UserError
 from pipelines.settings.overrides import similar_names
-from pipelines.training.custom.microbatch_draws import PassSeeds
+from pipelines.training.custom.modules.microbatch_draws import PassSeeds
 from pipelines.training.workload.layer_tensors import other_tie
 from pipelines.training.workload.workload import Layer, Style, nothing, starred
 

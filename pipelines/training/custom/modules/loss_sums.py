@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from pipelines.errors import UserError
 from pipelines.settings.recipe import Losses
 from pipelines.training.attention.cut_sequences import NO_PAIR, over_ring
-from pipelines.training.custom.custom_pipeline import CustomBatch
+from pipelines.training.custom.modules.custom_pipeline import CustomBatch
 from pipelines.training.workload.parallel_groups import ParallelGroups
 from pipelines.training.workload.workload import LossSums, at_least_float32
 
