@@ -18,7 +18,7 @@ def row_reader(dataset: Any, collate: Callable[[list[Any]], Any]) -> RowReader |
     """What reads many samples of a `TensorDataset`, or of a `Subset` of one, as `default_collate`
     would make a batch of them; None for other data, and for another `collate`.
 
-    One sample at a time costs 5 us for each, as much as a small net computes with it. A subclass
+    One sample at a time costs 5 us, as much as a small net computes with it. A subclass
     may return anything, and a tensor that is not contiguous gives batches of other strides.
     """
     if collate is not default_collate:
