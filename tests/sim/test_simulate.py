@@ -153,7 +153,7 @@ def test_variants_are_compared_in_one_table(tmp_path: Path) -> None:
         ({"compare": ("snapshot.every",)}, "--compare snapshot.every: write KEY=VALUE,VALUE"),
         ({"compare": ("snapshot.every=1,,2",)}, "write KEY=VALUE,VALUE"),
         ({"compare": ("workers=1:2", "workers=1:3")}, "give all its values in one option"),
-        ({"compare": ("snapshot.evry=1,2",)}, "snapshot.evry"),
+        ({"compare": ("snapshot.often=1,2",)}, "snapshot.often"),
         ({"compare": ("snapshot.every=" + "1," * 64 + "1",)}, "65 variants; compare at most 64"),
         ({"compare": ("layout=dp=64;dp=1",)}, "--layout dp=64"),
         ({"compare": ("snapshot.every=1,2",), "plot": "p.png"}, "--plot draws one run"),
