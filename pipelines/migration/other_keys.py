@@ -80,7 +80,7 @@ NO_COUNTERPART = {
     "zero_optimization.round_robin_gradients": "offload=true has one way to copy gradients",
     "pipeline.*": "add pp=N to --layout, and the recipe's `pipeline` (docs/custom-model.md)",
     "tensor_parallel.*": "the model's plan says what tp shards (docs/layouts.md)",
-    "expert_parallel.*": "--layout ep=N deals the experts that a recipe names (docs/custom-model.md)",
+    "expert_parallel.*": "ep deals the experts that a recipe names (docs/custom-model.md)",
     "use_data_before_expert_parallelism": "the layout places the ranks of ep (docs/layouts.md)",
     "compile.*": "set compile=true, which compiles block by block",
     "curriculum_learning.*": "sample order is a shuffle that depends on the seed alone",
