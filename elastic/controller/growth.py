@@ -12,7 +12,7 @@ from itertools import pairwise
 from math import inf
 from statistics import mean, median
 
-from elastic.controller.next_assignment import next_assignment
+from elastic.controller.next_assignment import whole_assignment
 from elastic.duties.bandwidth import capacity_now, known_job
 from elastic.geometry.errors import Infeasible
 from elastic.planner.step_cost import cost_of
@@ -92,7 +92,7 @@ def _needed_calm_s(state: ControllerState) -> float:
     growth is possible."""
     assert state.live.held is not None
     current = state.live.held.assignment
-    proposal = next_assignment(state, current)
+    proposal = whole_assignment(state, current)
     if isinstance(proposal, Infeasible):
         return inf
     grown = proposal.assignment

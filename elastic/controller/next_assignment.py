@@ -23,6 +23,8 @@ TIME_SHARE = 0.5
 """A reshard is planned to need at most this share of its time limit."""
 LEAST_MEASURED_S = 0.1
 """A shorter transfer says little about bandwidth."""
+LONGEST = 10.0
+"""A reshard may take at most this many times its time limit, however slow members were."""
 
 
 def can_train(state: ControllerState) -> bool:
@@ -34,14 +36,19 @@ def can_train(state: ControllerState) -> bool:
 def next_assignment(state: ControllerState, previous: Assignment | None) -> Proposal | Infeasible:
     """The assignment that the workers that stay would get in the next generation: all of them, or
     as many as one round can take."""
-    everyone = tuple(state.membership.staying())
-    proposal = _propose(state, previous, everyone)
+    proposal = whole_assignment(state, previous)
     if isinstance(proposal, Infeasible) or previous is None:
         return proposal
     most = _copies_allowed(state)
-    if copies_sent(previous, proposal.assignment, everyone) <= most:
+    staying = tuple(state.membership.staying())
+    if copies_sent(previous, proposal.assignment, staying) <= most:
         return proposal
     return _first_round(state, previous, proposal, most) or proposal
+
+
+def whole_assignment(state: ControllerState, previous: Assignment | None) -> Proposal | Infeasible:
+    """The assignment of all workers that stay, in however many rounds they join."""
+    return _propose(state, previous, tuple(state.membership.staying()))
 
 
 def copies_sent(previous: Assignment, new: Assignment, staying: tuple[str, ...]) -> float:
@@ -55,28 +62,35 @@ def copies_sent(previous: Assignment, new: Assignment, staying: tuple[str, ...])
 def reshard_timeout_s(
     state: ControllerState, previous: Assignment | None, new: Assignment
 ) -> float:
-    """How long the reshard may take: longer than the policy says if the measured speed of the
-    members requires it, e.g. for a minimum of workers that one round cannot reach."""
+    """How long the reshard may take: longer than the policy says, at most `LONGEST` times, if the
+    measured speed of the members requires it, e.g. for a minimum that one round cannot reach."""
     limit_s = state.policy.reshard_timeout_s
     rate = _copies_per_s(state)
     if previous is None or rate == inf:
         return limit_s
     copies = copies_sent(previous, new, tuple(state.membership.staying()))
-    return max(limit_s, copies / rate / TIME_SHARE)
+    return min(max(limit_s, copies / rate / TIME_SHARE), LONGEST * limit_s)
 
 
 def note_reshard(state: ControllerState, phase: Resharding, is_late: bool) -> None:
     """Note how fast members sent their state, or that a reshard exceeded its time limit: the next
-    one asks each member for half as much."""
+    one asks each member for half as much.
+
+    A few workers that join are limited by what they receive, which says nothing about senders: so
+    only a reshard counts in which each holder sent its part at least once.
+    """
     if is_late:
         state.forming.num_late_reshards += 1
         return
-    plan = phase.attempt.plan
+    num_holders = len(phase.attempt.plan.holders)
+    if not num_holders:
+        return
+    state.forming.num_late_reshards = 0
     seconds = max(event.seconds for event in phase.ready.values())
     moved = sum(event.bytes_moved for event in phase.ready.values())
-    if plan.holders and moved and seconds >= LEAST_MEASURED_S:
-        state.forming.sent_bytes_per_s = moved / len(plan.holders) / seconds
-        state.forming.num_late_reshards = 0
+    parts = num_holders * state.job.state_bytes / _num_shards(phase.attempt.assignment)
+    if 0 < parts <= moved and seconds >= LEAST_MEASURED_S:
+        state.forming.sent_bytes_per_s = moved / num_holders / seconds
 
 
 def _first_round(

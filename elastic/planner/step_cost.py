@@ -282,8 +282,8 @@ class _Step:
 
     def _fsdp_s(self) -> float:
         """What is not hidden of the traffic of shards."""
-        if self.fsdp == 1:
-            return 0.0
+        if self.fsdp == 1 or self.zero == 0:
+            return 0.0  # without shards all ranks are replicas; see `_dp_s`
         copied, trained, blocks = self._bytes()
         span = self.axes.tp * self.axes.cp * self.fsdp
         one = self.passes
@@ -291,8 +291,6 @@ class _Step:
         def seconds(kind: str, num_bytes: float, count: float) -> float:
             return self.links.seconds(kind, self.fsdp, num_bytes, span, count)
 
-        if self.zero == 0:  # replicas, whose gradients are reduced in buckets
-            return self._reduced_beside_backward("all_reduce", self.fsdp, trained, span)
         gather_s = seconds("all_gather", copied, blocks)
         scatter_s = seconds("reduce_scatter", trained, blocks)
         if self.zero == 3:
@@ -326,20 +324,26 @@ class _Step:
 
     @property
     def forward_s(self) -> float:
-        return FORWARD_SHARE * self.passes.pass_s * self.slowdown
+        return FORWARD_SHARE * self._own_pass_s
 
     @property
     def backward_s(self) -> float:
-        return (1 - FORWARD_SHARE) * self.passes.pass_s * self.slowdown
+        return (1 - FORWARD_SHARE) * self._own_pass_s
+
+    @property
+    def _own_pass_s(self) -> float:
+        """A pass through the layers of one pipeline rank."""
+        share = costliest_share(self.job.layer_costs, self.axes.pp, self.axes.vp)
+        return share * self.passes.pass_s * self.slowdown
 
     def _dp_s(self) -> float:
         """What is not hidden of the reduction over replicas; those of `cp` count as well."""
-        replicas = self.dp * self.axes.cp
+        replicas = self.dp * self.axes.cp * (self.fsdp if self.zero == 0 else 1)
         if replicas == 1:
             return 0.0
         _, trained, blocks = self._bytes()
         span = self.num_workers // self.axes.pp
-        if self.zero and self.fsdp > 1:
+        if self.zero:
             shard = trained / self.fsdp
             count = blocks if self.zero > 1 else self._num_buckets(trained, blocks)
             return self.links.seconds("all_reduce", replicas, shard, span, count)

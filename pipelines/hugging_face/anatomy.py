@@ -17,7 +17,7 @@ from pipelines.hugging_face.building import (
     tensor_plan,
     text_config,
 )
-from pipelines.hugging_face.placeholders import placeholder_for, why_draws_beside
+from pipelines.hugging_face.placeholders import placeholder_for, why_not_in_stages
 from pipelines.hugging_face.routing.router_loss import OPTION, has_router_loss
 from pipelines.hugging_face.routing.stacked_experts import stacked_experts
 from pipelines.hugging_face.transformers_private import undivided_classes
@@ -75,9 +75,11 @@ def anatomy_of(model: nn.Module) -> Anatomy:
     layers, no_pp = _layers(model, blocks, embedding, head)
     randomness = why_random(model.config)
     part_alone = PART_ALONE if has_router_loss(model) else ""
-    if randomness and not no_pp:
-        no_pp = why_draws_beside(model, [name for layer in layers for name in layer.modules])
-        no_pp = no_pp and f"{randomness}, or pp=1: {no_pp}"
+    if not no_pp:
+        modules = [name for layer in layers for name in layer.modules]
+        no_pp = why_not_in_stages(model, modules, draws=bool(randomness))
+        if no_pp and randomness:
+            no_pp = f"{randomness}, or pp=1: {no_pp}"
     no_pp = no_pp or part_alone
     no_cp = randomness or part_alone or why_no_ring(model, len(blocks))
     # Each rank draws for the whole activations of a layer; experts read values, so that it is

@@ -50,22 +50,31 @@ class FirstDraw(TorchFunctionMode):
 
 
 @torch.no_grad()
-def why_draws_beside(model: nn.Module, layers: Iterable[str]) -> str:
-    """The reason why each stage would draw random numbers beside the modules `layers`, or ''.
+def why_not_in_stages(model: nn.Module, layers: Iterable[str], draws: bool) -> str:
+    """The reason why each stage would repeat what the model does beside the modules `layers`, or
+    ''.
 
-    A trial runs what is left of the model without them. The model is on the meta device, but has
-    its other buffers.
+    A trial runs what is left of the model without them: it must return the hidden states that it
+    gets, and, if the model `draws` random numbers, draw none. The model is on the meta device, but
+    has its other buffers.
     """
     rest = deepcopy(model).train()
     for name in layers:
         owner, _, child = name.rpartition(".")
         holder = rest.get_submodule(owner)
         setattr(holder, child, placeholder_for(holder.get_submodule(child)))
-    hidden = torch.zeros(1, LENGTH, text_config(model).hidden_size)
+    base: Any = rest.base_model
+    name = type(model).__name__
+    hidden = torch.linspace(-1, 1, LENGTH * text_config(model).hidden_size).view(1, LENGTH, -1)
     try:
         with torch.random.fork_rng(devices=[]), FirstDraw() as draw:
             rest(inputs_embeds=hidden, use_cache=False)
+            flowing = base(inputs_embeds=hidden, use_cache=False).last_hidden_state
     except Exception as error:  # a model without its layers may fail in any way
         reason = (str(error).splitlines() or [""])[0]
         return f"a trial without its layers failed: {type(error).__name__}: {reason}"
-    return f"{type(model).__name__} draws random numbers outside of its layers" if draw.name else ""
+    if draws and draw.name:
+        return f"{name} draws random numbers outside of its layers"
+    if not torch.equal(flowing, hidden):
+        return f"{name} changes hidden states outside of its layers, which each stage would repeat"
+    return ""

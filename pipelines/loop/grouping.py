@@ -10,12 +10,15 @@ from typing import Any
 import numpy as np
 import torch
 from torch import nn
+from torch.utils.hooks import RemovableHandle
 
 from pipelines.settings.user_code import place_of_caller
+from pipelines.training.workload.trees import tensors_in
 from pipelines.training.workload.workload import LossSums
 
-TOLERANCE = 1e-3
-"""Relative, of float32 sums in another order."""
+TOLERANCE, COARSE = 1e-3, 2e-2
+"""Relative, of float32 sums in another order, and of a loss that autocast may have rounded."""
+COARSE_TYPES = (torch.bfloat16, torch.float16)
 MODES = ("BatchNorm", "Dropout", "AlphaDropout")
 """Modules of torch, by their names, that compute something else in evaluation mode."""
 
@@ -30,7 +33,8 @@ class GroupingTrial:
     def __init__(self, module: nn.Module) -> None:
         self._module = module
         self._place = ""
-        self._is_random = False
+        self._is_random = self._is_coarse = False
+        self._hooks: list[RemovableHandle] = []
         self._state: tuple[Any, ...] = ()
 
     def begin(self) -> None:
@@ -38,6 +42,7 @@ class GroupingTrial:
         for part in self._module.modules():
             if type(part).__name__.startswith(MODES):
                 part.eval()
+            self._hooks.append(part.register_forward_hook(self._look))
 
     def before(self) -> None:
         """Before what may draw random numbers: the `collate`, and the forward."""
@@ -47,8 +52,14 @@ class GroupingTrial:
         self._place = place_of_caller()
         self._is_random |= self._state != _random_state()
 
+    def _look(self, part: nn.Module, inputs: Any, output: Any) -> None:
+        """Note whether a loss may have been computed from values of few digits, by autocast."""
+        self._is_coarse |= any(tensor.dtype in COARSE_TYPES for tensor in tensors_in(output))
+
     def note(self, sums: Sequence[LossSums]) -> str | None:
         """A note for the user, by the losses of both halves and of the whole."""
+        while self._hooks:
+            self._hooks.pop().remove()
         *halves, whole = ((float(part.loss), float(part.num_tokens)) for part in sums)
         count = sum(number for _, number in halves)
         if self._is_random or not count or not whole[1]:
@@ -56,7 +67,8 @@ class GroupingTrial:
         mean, together = sum(loss for loss, _ in halves) / count, whole[0] / whole[1]
         if not isfinite(mean - together):
             return None
-        if abs(mean - together) <= TOLERANCE * max(abs(mean), abs(together)) + TOLERANCE**2:
+        tolerance = COARSE if self._is_coarse else TOLERANCE
+        if abs(mean - together) <= tolerance * max(abs(mean), abs(together)) + tolerance**2:
             return None
         return (
             f"{self._place}the loss of a microbatch ({together:.4g}) is not the mean of those of "

@@ -13,6 +13,8 @@ INSTEAD = {
     "index",
 }
 """By the module of a class, and of its subclasses."""
+KINDS = {"DataPipeline", "WebDataset", "WebLoader", "StreamingDataLoader", "StreamingDataset"}
+"""The names of these classes: a user's own module may have the name of a library."""
 
 
 def refuse_foreign(item: object) -> None:
@@ -21,5 +23,5 @@ def refuse_foreign(item: object) -> None:
     for held in (item, *getattr(item, "__dict__", {}).values()):
         for kind in type(held).__mro__:
             for module, what in INSTEAD.items():
-                if f"{kind.__module__}.".startswith(f"{module}."):
+                if kind.__name__ in KINDS and f"{kind.__module__}.".startswith(f"{module}."):
                     raise UserError(f"{type(held).__name__} of {module.partition('.')[0]} {what}")

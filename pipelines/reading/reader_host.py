@@ -20,6 +20,7 @@ from typing import Any, NoReturn
 import torch
 
 from actors.distributed.torch_private import announce_reader
+from pipelines.errors import DataUnreachable
 from pipelines.reading.channel import Channel
 from pipelines.reading.pass_reader import IDLE, PassReader, Request
 from pipelines.settings.user_code import user_code_errors
@@ -49,6 +50,8 @@ class ReadFailed:
 
     message: str
     sample: int = IDLE
+    is_unreachable: bool = False
+    """Whether another machine may be able to read it; see `DataUnreachable`."""
 
 
 @dataclass(frozen=True)
@@ -160,7 +163,7 @@ def _answer(reader: PassReader, request: Request, progress: ReadProgress) -> Any
         with user_code_errors("the dataset", is_all_theirs=True):
             return reader.read(request, progress.note)
     except Exception as error:
-        return ReadFailed(str(error), progress.sample)
+        return ReadFailed(str(error), progress.sample, isinstance(error, DataUnreachable))
     finally:
         progress.note(IDLE)
 
@@ -180,7 +183,8 @@ def main(fd: int) -> None:
             _ = start.reader.dataset
     except Exception as error:
         with suppress(EOFError, ConnectionError):
-            channel.send(ReadFailed(str(error)))
+            is_unreachable = isinstance(error, DataUnreachable)
+            channel.send(ReadFailed(str(error), is_unreachable=is_unreachable))
             while True:  # if it closed first, the worker might not receive the message
                 channel.receive()
         return

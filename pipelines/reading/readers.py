@@ -13,7 +13,7 @@ from contextlib import suppress
 from itertools import islice
 from typing import Any
 
-from pipelines.errors import UserError
+from pipelines.errors import DataUnreachable, UserError
 from pipelines.reading.channel import Channel
 from pipelines.reading.pass_reader import IDLE, PassReader, Request, num_samples_of
 from pipelines.reading.reader_host import (
@@ -110,8 +110,7 @@ class Readers:
         self._wanted.discard(request)
         self._send()
         if isinstance(batch, ReadFailed):
-            sample = "" if batch.sample == IDLE else f"sample {batch.sample} of "
-            raise UserError(f"{sample}{batch.message}")
+            raise _error_of(batch)
         return batch
 
     def close(self) -> None:
@@ -224,8 +223,8 @@ class Readers:
                 ended = [reader for reader in self._readers if reader.pid == pid]
                 for reader in ended:
                     self._replace(reader, _cause(code))
-            case ReadFailed(text):
-                raise UserError(text)
+            case ReadFailed():
+                raise _error_of(message)
 
     def _replace(self, reader: Reader, cause: str) -> None:
         """Replace a reader that has ended, and read its requests again, unless a sample has ended
@@ -281,6 +280,12 @@ def _send_dataset(host: Channel, start: StartReaders) -> None:
             f"the dataset cannot be sent to reader processes ({type(error).__name__}: {error}): "
             "open files and connections at the first read, or set reading.num_readers=0"
         ) from error
+
+
+def _error_of(failed: ReadFailed) -> UserError:
+    sample = "" if failed.sample == IDLE else f"sample {failed.sample} of "
+    kind = DataUnreachable if failed.is_unreachable else UserError
+    return kind(f"{sample}{failed.message}")
 
 
 def _cause(code: int) -> str:

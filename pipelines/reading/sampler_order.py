@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from functools import cached_property
 from typing import Any
@@ -13,6 +13,8 @@ from pipelines.settings.recipe import Dataset
 
 NUM_KEPT = 1 << 16
 """So many of the newest indices can be read again without another pass over the sampler."""
+LEAST_KEPT = 256
+"""At least so many items, however many indices each has."""
 
 
 class InSamplerOrder(Endless):
@@ -31,11 +33,17 @@ class InSamplerOrder(Endless):
 
     @cached_property
     def _order(self) -> Stream:
-        return Stream(self._passes, 0, NUM_KEPT, self.seed)
+        [item] = self.first(1)
+        size = len(item) if isinstance(item, list) else 1
+        return Stream(self._passes, 0, max(LEAST_KEPT, NUM_KEPT // max(1, size)), self.seed)
+
+    def follow(self, note: Callable[[], None]) -> None:
+        """Call `note` before each item on the way to those that are read."""
+        self._order.follow(note)
 
     def __getitem__(self, index: int) -> Any:
         chosen = self.chosen(index)
-        if isinstance(chosen, list | tuple):
+        if isinstance(chosen, list):
             return [self._dataset[sample] for sample in chosen]
         return self._dataset[chosen]
 
@@ -68,8 +76,15 @@ class _Passes:
             set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        return iter(self._sampler)
+        return map(_plain, self._sampler)
 
     def _copied(self, sampler: Iterable[Any]) -> Iterable[Any]:
         """A copy that shares the dataset, which a sampler often has."""
         return deepcopy(sampler, {id(self._dataset): self._dataset})
+
+
+def _plain(item: Any) -> Any:
+    """An index, or the indices of a batch as a list, whatever holds them."""
+    if hasattr(item, "tolist"):  # a tensor or an array, also of one index
+        return item.tolist()
+    return list(item) if isinstance(item, Iterable) and not isinstance(item, str) else item

@@ -29,6 +29,8 @@ def row_reader(dataset: Any, collate: Callable[[list[Any]], Any]) -> RowReader |
         dataset = dataset.dataset
     if type(dataset) is not TensorDataset or not all(map(_is_plain, dataset.tensors)):
         return None
+    if not all(map(_counts_from_begin, chosen)):
+        return None
     return partial(_rows_of, dataset.tensors, chosen)
 
 
@@ -40,6 +42,12 @@ def _is_plain(tensor: Tensor) -> bool:
         and tensor.is_contiguous()
         and not tensor.requires_grad
     )
+
+
+def _counts_from_begin(indices: Tensor) -> bool:
+    """Whether these are indices that `index_select` takes: a list may have negative ones."""
+    is_plain = indices.dtype in (torch.int32, torch.int64) and indices.dim() == 1
+    return is_plain and len(indices) > 0 and int(indices.min()) >= 0
 
 
 def _rows_of(

@@ -21,7 +21,7 @@ from pipelines.simulation.picture import draw_simulation
 from pipelines.simulation.plan import plan_run
 from pipelines.simulation.request import SimulateRequest
 from pipelines.simulation.tables import print_results, write_json
-from pipelines.simulation.variants import variants_of
+from pipelines.simulation.variants import compares_workers, variants_of
 
 
 def simulate(request: SimulateRequest, console: Console) -> int:
@@ -44,7 +44,8 @@ def simulate(request: SimulateRequest, console: Console) -> int:
         except ElasticError as error:
             raise UserError(f"--layout {variant.layout or ''}: {error}") from None
         outcomes.append(outcome_of(run, result, request.price, label or THIS_SYSTEM))
-    outcomes += restart_outcomes(runs[0], request.price)
+    if not compares_workers(request):  # those of one variant would not be those of another
+        outcomes += restart_outcomes(runs[0], request.price)
     print_results(console, name, runs[0], outcomes)
     if request.json:
         write_json(request.json, runs[0], outcomes)

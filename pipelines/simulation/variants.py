@@ -29,6 +29,11 @@ def variants_of(request: SimulateRequest) -> list[tuple[str, SimulateRequest]]:
     return [(_name(pairs), _changed(request, pairs)) for pairs in combinations]
 
 
+def compares_workers(request: SimulateRequest) -> bool:
+    """Whether the variants differ in their workers or in how these are laid out."""
+    return any(text.partition("=")[0].strip() in ("workers", "layout") for text in request.compare)
+
+
 def _choices(text: str) -> Iterator[tuple[str, str]]:
     """The key and each value of one `--compare`. Semicolons separate values that have commas."""
     key, equals, values = text.partition("=")

@@ -179,6 +179,15 @@ def test_draws_outside_of_layers_are_refused_under_pp(
     assert "\n" not in (reason or "")
 
 
+@pytest.mark.parametrize("multiplier", [1.0, 12.0])
+def test_changes_of_hidden_states_outside_of_layers_are_refused_under_pp(multiplier: float) -> None:
+    """Each stage would multiply what it gets from the stage before."""
+    fields = fields_of("granite") | {"embedding_multiplier": multiplier}
+    reason = dict(anatomy_of(build(fields)).shape.limits.refused).get("pp")
+    message = "changes hidden states outside of its layers, which each stage would repeat"
+    assert reason is None if multiplier == 1 else message in (reason or "")
+
+
 def test_initial_values_are_those_of_the_folder_or_of_transformers(tmp_path: Path) -> None:
     """The files may have any tensor names; a config alone gives the same values each time."""
     model_folder = save_model(tmp_path, "mixtral")

@@ -7,6 +7,7 @@ from test_growth import SteppedRun
 from users_policy import users_policy
 
 from elastic.controller.core import Core
+from elastic.controller.next_assignment import reshard_timeout_s
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Job
 from elastic.protocol.commands import Command, Form, Waited
@@ -148,7 +149,7 @@ def test_minimum_that_one_round_cannot_reach_gets_more_time() -> None:
     run.deliver(*(WorkerLost(f"w{i}", "killed") for i in range(1, 60)))
     state = run.core.state
     run.deliver(Quiesced("w0", state.generation, state.committed_step))
-    state.forming.sent_bytes_per_s = STATE_BYTES / 60.0
+    state.forming.sent_bytes_per_s = STATE_BYTES / 20.0
     joining = [worker for worker in state.membership.records if worker != "w0"]
     run.join(*joining)
     phase = state.phase
@@ -158,7 +159,42 @@ def test_minimum_that_one_round_cannot_reach_gets_more_time() -> None:
     participants = phase.attempt.plan.participants
     run.deliver(*(GroupFormed(worker, state.generation) for worker in participants))
     assert isinstance(state.phase, Resharding)
-    assert state.phase.deadline - run.now == 2 * 60.0 * num_joining
+    assert state.phase.deadline - run.now == 2 * 20.0 * num_joining
+
+
+def test_one_worker_that_joins_many_says_nothing_about_their_speed() -> None:
+    run = opened_run(min_workers=NUM_WORKERS - 1, start_timeout_s=0.0)
+    run.join(*(f"w{i}" for i in range(NUM_WORKERS - 1)))
+    run.form()
+    run.join(f"w{NUM_WORKERS - 1}")
+    run.pause()
+    reshard(run, seconds=20.0)
+    assert num_members(run) == NUM_WORKERS
+    state = run.core.state
+    assert state.forming.sent_bytes_per_s == 0
+    held = state.live.held
+    assert held is not None
+    limit_s = reshard_timeout_s(state, held.assignment, held.assignment)
+    assert limit_s == state.policy.reshard_timeout_s
+
+
+def test_time_of_a_reshard_is_bounded_however_slow_members_were() -> None:
+    run = grown_from(1, reshard_timeout_s=100.0)
+    run.pause()
+    phase, state = run.core.state.phase, run.core.state
+    assert isinstance(phase, Forming)
+    state.forming.sent_bytes_per_s = 1.0
+    previous = phase.attempt.plan.old
+    assert reshard_timeout_s(state, previous, phase.attempt.assignment) == 10 * 100.0
+
+
+def test_live_reshard_in_time_ends_the_caution_after_late_ones() -> None:
+    run = grown_from(1)
+    run.core.state.forming.num_late_reshards = 3
+    run.pause()
+    reshard(run)
+    assert num_members(run) == 1 + 1
+    assert run.core.state.forming.num_late_reshards == 0
 
 
 def test_start_waits_while_workers_keep_arriving() -> None:

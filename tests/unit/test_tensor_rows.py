@@ -54,9 +54,10 @@ def test_batch_equals_that_of_single_samples(dataset: Any) -> None:
         Subset(Negated(ROWS), range(10)),
         TensorDataset(ROWS.mT),
         TensorDataset(ROWS.clone().requires_grad_()),
+        Subset(whole(), [-1, 0]),
         list(ROWS),
     ],
-    ids=["subclass", "subset of a subclass", "not contiguous", "with gradients", "list"],
+    ids=["subclass", "subset of one", "not contiguous", "with gradients", "from the end", "list"],
 )
 def test_other_data_are_read_sample_by_sample(dataset: Any) -> None:
     assert row_reader(dataset, default_collate) is None

@@ -54,6 +54,32 @@ class Interleaved(Fused):
         return [part.flatten(2) for part in heads.unbind(-2)]
 
 
+class Causal(Separate):
+    """A module of its own makes the mask, which has infinite values."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.mask = Mask()
+
+    def parts(self, hidden: torch.Tensor) -> list[torch.Tensor]:
+        q, k, v = super().parts(hidden)
+        return [q, k + self.mask(hidden).exp().sum() * 0, v]
+
+
+class Mask(nn.Module):
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        length = hidden.shape[1]
+        return hidden.new_full((length, length), float("-inf")).triu(1)
+
+
+class Autocast(Separate):
+    """It computes in bfloat16, whatever its parameters are."""
+
+    def parts(self, hidden: torch.Tensor) -> list[torch.Tensor]:
+        with torch.autocast("cpu", torch.bfloat16):
+            return [part.to(hidden.dtype) for part in super().parts(hidden)]
+
+
 class Tempered(Separate):
     """A parameter of its own meets a rank's heads."""
 
@@ -106,6 +132,8 @@ def tp_refusal(attention: type[Separate], **settings: object) -> str | None:
     [
         (Separate, None),
         (Interleaved, None),
+        (Causal, None),
+        (Autocast, None),
         (Fused, "attention.out returns other values"),
         (Tempered, "attention.temperature gets another gradient"),
         (Averaged, "attention.out returns other values"),

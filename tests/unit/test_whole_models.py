@@ -5,7 +5,7 @@ from __future__ import annotations
 import pickle
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import cloudpickle
 import pytest
@@ -53,6 +53,25 @@ def test_frozen_part_stays_in_evaluation_mode_after_an_evaluation() -> None:
     with evaluating(sharded):
         assert not any(part.training for part in model.modules())
     assert [part.training for part in model.modules()] == [True, True, False]
+
+
+class Merging(nn.Linear):
+    """It merges an update into its weight for evaluation, and takes it out again for training."""
+
+    def train(self, mode: bool = True) -> Merging:
+        if mode != self.training:
+            with torch.no_grad():
+                self.weight += -1.0 if mode else 1.0
+        return super().train(mode)
+
+
+def test_evaluation_ends_by_the_modules_own_code() -> None:
+    model = nn.Sequential(Merging(2, 2))
+    before = model[0].weight.detach().clone()
+    with evaluating(cast(Any, SimpleNamespace(modules=[model], release=lambda: None))):
+        assert not torch.equal(model[0].weight, before)
+    assert model[0].training
+    torch.testing.assert_close(model[0].weight, before)
 
 
 def make_run(models: CalledModels) -> Run:

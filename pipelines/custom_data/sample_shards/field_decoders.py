@@ -18,6 +18,7 @@ from pipelines.errors import UserError
 Decoder = Callable[[bytes], Any]
 PICKLES = {"pkl", "pickle", "pyd"}
 GZIP = ".gz"
+MAX_FIELD_BYTES = 4 << 30
 
 
 def text(data: bytes) -> str:
@@ -76,9 +77,13 @@ class FieldDecoders:
         """The value of a field. Raises `UserError`, which begins with `where`, if it is damaged."""
         if (custom := self._custom_decoder(name, _kind(name))) is not None:
             return custom(data)
+        if name.endswith(GZIP):
+            try:
+                inner = _decompressed(data)
+            except Exception as error:  # whatever zlib raises for damaged content
+                raise undecodable(f"{where}, field {name!r}", error) from error
+            return self.decode(name.removesuffix(GZIP), inner, where)
         try:
-            if name.endswith(GZIP):
-                name, data = name.removesuffix(GZIP), gzip.decompress(data)
             kind = _kind(name)
             if kind in PICKLES and self._allow_pickle:
                 return pickle.loads(data)
@@ -88,6 +93,15 @@ class FieldDecoders:
 
     def _custom_decoder(self, name: str, kind: str) -> Decoder | None:
         return self._custom.get(name) or self._custom.get(kind)
+
+
+def _decompressed(data: bytes) -> bytes:
+    """Raises `ValueError` for a field that would fill the memory of a machine."""
+    with gzip.GzipFile(fileobj=io.BytesIO(data)) as file:
+        content = file.read(MAX_FIELD_BYTES + 1)
+    if len(content) > MAX_FIELD_BYTES:
+        raise ValueError(f"it is larger than {MAX_FIELD_BYTES >> 30} GiB when decompressed")
+    return content
 
 
 def undecodable(where: str, error: Exception) -> UserError:

@@ -16,6 +16,7 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 
 from actors.storage.credentials import without_credentials
+from actors.storage.remote_files import remote_files, retry
 from actors.storage.storage import is_remote
 from pipelines.custom_data.sample_shards.field_decoders import undecodable
 from pipelines.custom_data.sample_shards.mds_encodings import PICKLE, Decode, decoder_of
@@ -163,7 +164,8 @@ class MdsDataset:
         if not is_remote(self.folder):
             file = (expand_home(self.folder) / name).resolve()
             return file, f"mds {file} {file.stat().st_mtime_ns} {facts}"
-        if not (found := listed_files(f"{self.folder}/{name}", shown)):
+        url = f"{self.folder}/{name}"
+        if not (found := retry(lambda: remote_files(url), self.cache.patience_s)):
             raise UserError(f"{shown}: is not there, but {INDEX} names it; {WHAT_TO_DO}")
         return found[0], f"mds {found[0].url} {found[0].version} {facts}"
 

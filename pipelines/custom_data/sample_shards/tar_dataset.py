@@ -142,7 +142,7 @@ class TarDataset:
                 index = TarIndex.from_bytes(content)
                 self._keep(number, content)
                 return index
-        except (OSError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
+        except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
             _report(
                 f"{self.files[number]}: its kept index cannot be read ({error}): making it again"
             )

@@ -40,4 +40,9 @@ def refuse_unknown_router_loss(model: nn.Module) -> None:
 def routed_logits(model: nn.Module, output: Any) -> RoutedLogits:
     """What the loss needs of a model's output."""
     coefficient: Any = getattr(model, COEFFICIENT)
+    if output.aux_loss is None:
+        raise UserError(
+            f"{type(model).__name__} has no routers whose loss could be computed: "
+            f"--set model.config.{OPTION}=false"
+        )
     return RoutedLogits(output.logits, coefficient * output.aux_loss)

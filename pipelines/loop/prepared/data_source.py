@@ -132,7 +132,8 @@ def _in_order_of(sampler: Any, dataset: Dataset) -> tuple[Dataset, int]:
     """The dataset in the order of any sampler. Raises `LoopMisused` for one whose order the other
     workers cannot know."""
     name = type(sampler).__name__
-    if getattr(sampler, "num_replicas", 1) != 1:
+    within = (sampler, *getattr(sampler, "__dict__", {}).values())
+    if any(getattr(part, "num_replicas", 1) != 1 for part in within):
         raise _other_order(name, "names the samples of one rank only")
     try:
         ordered = InSamplerOrder(dataset, sampler)

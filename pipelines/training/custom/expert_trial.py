@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from copy import deepcopy
 from typing import Any
 
@@ -27,7 +28,9 @@ def why_no_expert_parallelism(candidate: TensorCandidate, shape: ModelShape) -> 
     The outputs of experts in parts must equal those of all together.
     """
     recipe, settings = candidate.recipe, candidate.settings
-    if sum(parameter.numel() for parameter in candidate.module().parameters()) > MAX_PARAMETERS:
+    num_parameters = sum(parameter.numel() for parameter in candidate.module().parameters())
+    if num_parameters > MAX_PARAMETERS:
+        _say_untried(f"the module has {num_parameters:,} parameters, over {MAX_PARAMETERS:,}")
         return None
     module = in_dtypes(build_on_host(recipe.model, settings.seed), recipe)
     experts = dict(named_experts(module, shape))
@@ -39,17 +42,29 @@ def why_no_expert_parallelism(candidate: TensorCandidate, shape: ModelShape) -> 
     try:
         with seeded(settings.seed), torch.no_grad():
             recipe.loss(module, candidate.example(min(NUM_SAMPLES, settings.microbatch)).value)
+    except Exception as error:  # a module that needs a GPU, for example
+        _say_untried(f"{type(error).__name__}: {_first_line(error)}")
+        return None
+    try:
+        with seeded(settings.seed), torch.no_grad():
             for name, (inputs, output) in calls.items():
                 if not _alike(_outputs_in_parts(experts[name], *inputs), output):
                     return f"the outputs of {name} in parts are not those of all its experts"
     except Exception as error:  # the module's own code raises any type
-        reason = (str(error).splitlines() or [""])[0]
         return (
             "experts must be called with tokens (any, dim), chosen experts (any, k) and weights "
-            f"(any, k): {type(error).__name__}: {reason}"
+            f"(any, k): {type(error).__name__}: {_first_line(error)}"
         )
     unused = [name for name in experts if name not in calls]
     return f"the recipe's loss does not call {unused[0]}" if unused else None
+
+
+def _say_untried(why: str) -> None:
+    print(f"elastic: experts were not tried out in parts: {why}", file=sys.stderr)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).splitlines() or [""])[0]
 
 
 def _outputs_in_parts(

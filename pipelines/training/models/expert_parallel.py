@@ -47,6 +47,8 @@ def distribute_experts(module: nn.Module, shape: ModelShape, parallel: ParallelG
 
     Under `tp`, whose ranks all have the same tokens, each rank sends its part of them.
     """
+    if parallel.num_ep == 1 and parallel.tp is None:
+        return
     for _, experts in named_experts(module, shape):
         forward: ExpertsForward = experts.forward
         num_experts = number_of(experts)

@@ -98,12 +98,17 @@ class evaluating:
         self.sharded = sharded
 
     def __enter__(self) -> None:
-        parts = (part for module in self.sharded.modules for part in module.modules())
+        parts = [part for module in self.sharded.modules for part in module.modules()]
         self._trained = [part for part in parts if part.training]
+        self._others = [part for part in parts if not part.training]
         for module in self.sharded.modules:
             module.eval()
 
     def __exit__(self, *error: object) -> None:
         self.sharded.release()
+        for module in self.sharded.modules:
+            module.train()  # a module may do more in it than to set `training`
+        for part in self._others:
+            part.eval()
         for part in self._trained:
             part.training = True

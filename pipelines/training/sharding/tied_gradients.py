@@ -47,7 +47,8 @@ class TiedGradients:
                     "train it: let both compute with it, or set pp=1"
                 )
         own = [gradients[name] for name in self._names]
-        sent = torch.cat([gradient.reshape(-1) for gradient in own]).to(self._groups.device)
+        flat = [gradient.reshape(-1) for gradient in own]
+        sent = (flat[0] if len(flat) == 1 else torch.cat(flat)).to(self._groups.device)
         received = torch.empty_like(sent)
         peer = self._groups.layout.pp - 1 - self._groups.place.pp
         for work in exchange_all(

@@ -53,6 +53,7 @@ class ZeroSharded:
         self.modules = modules
         self.device = groups.device
         is_sharded = groups.layout.fsdp > 1
+        self.has_stages = groups.layout.pp > 1
         self.divides_gradients = is_sharded and divides(groups.layout.zero, "gradients")
         self.dtype = torch.bfloat16 if settings.dtype == "bfloat16" else None
         self.offload = settings.offload
@@ -189,10 +190,11 @@ class ZeroSharded:
 
     def _add_hooks(self) -> None:
         """Register hooks, only for backwards that need them: a call costs as much as a small
-        operation. `reduce` starts the last bucket just as early as a hook would."""
+        operation. Without a pipeline, `reduce` starts the last bucket just as early."""
         # A weak reference: the cycle collector does not see a parameter's hooks.
         accumulated: WeakMethod[Callable[[int, int], None]] = WeakMethod(self._accumulated)
-        awaited = self.buckets if self.takes_each_gradient else self.order[:-1]
+        needs_all = self.takes_each_gradient or self.has_stages
+        awaited = self.buckets if needs_all else self.order[:-1]
         for bucket_index, bucket in enumerate(self.buckets):
             for index, part in enumerate(bucket.parts if bucket in awaited else ()):
                 if part.parameter.requires_grad:

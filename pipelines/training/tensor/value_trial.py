@@ -23,6 +23,8 @@ CPU = torch.device("cpu")
 TOLERANCE = {torch.float64: 1e-7, torch.float32: 1e-3}
 """The largest difference, relative to the largest value of a tensor, that rounding may make."""
 
+COARSE = 0.1
+"""The same for other types, and for all that is computed from them."""
 CONSTANT = 0.5
 """What is drawn instead of a random number; a dropout keeps everything."""
 SMALL = 1e-3
@@ -66,6 +68,13 @@ class _Computed(NamedTuple):
     """Of the parameters that have one."""
 
 
+class Scale(NamedTuple):
+    """How large the compared tensors are, and whether some have few digits."""
+
+    largest: float
+    is_coarse: bool
+
+
 def refuse_other_values(
     modules: Sequence[nn.Module], shape: ModelShape, call: Callable[[nn.Module], Tensor]
 ) -> None:
@@ -81,22 +90,23 @@ def refuse_other_values(
         raise Untried("the module draws random numbers that the ranks cannot share in a trial")
     computed = run_on_ranks([partial(_compute_sharded, copy, shape, call) for copy in copies])
     subject = f"tp={len(copies)}: with the layers of the plan sharded"
-    among = _largest(value for _, values in expected.outputs for value in values)
+    outputs = [value for _, values in expected.outputs for value in values]
+    scale = Scale(_largest(outputs), any(map(_is_coarse, outputs)))
     for (name, values), (other, parts) in zip(expected.outputs, computed[0].outputs, strict=False):
         if name != other:
             break  # modules are called in another order
-        if not all(map(partial(_is_alike, among=among), values, parts)):
+        if not all(map(partial(_is_alike, scale=scale), values, parts)):
             raise UserError(
                 f"{subject}, {name or 'the module'} returns other values: a rank's parts of the "
                 "layers before it are used otherwise than by their order, as when chunk cuts the "
                 "output of a fused layer; leave that layer out of the plan, or split it in two"
             )
-    if not all(_is_alike(expected.loss, rank.loss, among) for rank in computed):
+    if not all(_is_alike(expected.loss, rank.loss, scale) for rank in computed):
         raise UserError(f"{subject}, the loss is another one")
-    among = _largest(expected.gradients.values())
+    scale = scale._replace(largest=_largest(expected.gradients.values()))
     for name, gradient in expected.gradients.items():
         style = shape.style_of(name.rpartition(".")[0])
-        if not _is_gradient(gradient, [c.gradients.get(name) for c in computed], style, among):
+        if not _is_gradient(gradient, [c.gradients.get(name) for c in computed], style, scale):
             raise UserError(
                 f"{subject}, {name} gets another gradient: it meets a rank's part of a tensor; use "
                 "it where the tensor is whole, or plan the layers around it otherwise"
@@ -127,8 +137,8 @@ def _compute(module: nn.Module, call: Callable[[nn.Module], Tensor]) -> _Compute
 
 
 def _largest(tensors: Iterable[Tensor]) -> float:
-    """The largest absolute value in some tensors."""
-    sizes = [value.abs().max().item() for value in tensors if _is_compared(value)]
+    """The largest finite absolute value in some tensors."""
+    sizes = [_finite(value).abs().max().item() for value in tensors if _is_compared(value)]
     return max(sizes, default=0.0)
 
 
@@ -137,25 +147,38 @@ def _is_compared(tensor: Tensor) -> bool:
 
 
 def _is_gradient(
-    whole: Tensor, parts: Sequence[Tensor | None], style: Style | None, among: float
+    whole: Tensor, parts: Sequence[Tensor | None], style: Style | None, scale: Scale
 ) -> bool:
     """Whether these are the gradients that the ranks get for the whole one."""
     held = [part for part in parts if part is not None]
     if len(held) != len(parts):
         return False
     if style == "partial":
-        return _is_alike(whole, torch.stack(held).sum(0), among)
+        return _is_alike(whole, torch.stack(held).sum(0), scale)
     dim = TP_DIMS.get(style) if style else None
     if dim is not None and dim < whole.ndim:
-        return _is_alike(whole, torch.cat(held, dim), among)
-    return all(_is_alike(whole, part, among) for part in held)
+        return _is_alike(whole, torch.cat(held, dim), scale)
+    return all(_is_alike(whole, part, scale) for part in held)
 
 
-def _is_alike(expected: Tensor, actual: Tensor, among: float) -> bool:
+def _is_alike(expected: Tensor, actual: Tensor, scale: Scale) -> bool:
     """Whether two tensors agree up to rounding, which follows their own largest value or that of
-    the tensors `among` which they are. Tensors of other shapes are not compared."""
+    all. Masks have infinite values at the same places. Other shapes are not compared."""
     if expected.shape != actual.shape or not _is_compared(expected):
         return True
-    tolerance = TOLERANCE.get(expected.dtype, 0.1)
-    scale = max(expected.abs().max().item(), SMALL * among)
-    return (expected - actual).abs().max().item() <= tolerance * scale
+    is_finite = expected.isfinite()
+    if not torch.equal(expected[~is_finite].nan_to_num(), actual[~is_finite].nan_to_num()):
+        return False
+    tolerance = COARSE if scale.is_coarse else TOLERANCE.get(expected.dtype, COARSE)
+    largest = max(_finite(expected).abs().max().item(), SMALL * scale.largest)
+    difference = torch.where(is_finite, expected - actual, 0.0).abs().max().item()
+    return difference <= tolerance * largest
+
+
+def _finite(tensor: Tensor) -> Tensor:
+    return torch.where(tensor.isfinite(), tensor, 0.0)
+
+
+def _is_coarse(tensor: Tensor) -> bool:
+    """Whether it is of a type that autocast computes in: what follows from it is as coarse."""
+    return tensor.dtype in (torch.bfloat16, torch.float16)
