@@ -145,7 +145,7 @@ def main() -> int:
                 row.model,
                 row.layout,
                 f"{row.measured_s:.4f}",
-                f"{row.noise:.1f} %",
+                f"{row.noise:.1f} %" if len(row.sweeps_s) > 1 else "-",
                 f"{row.predicted_s:.4f}",
                 f"{row.error:+.1f} %",
             ]
