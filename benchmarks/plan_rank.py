@@ -22,7 +22,7 @@ from actors.distributed.meshes import form_groups
 from actors.runtime.compute_time import compute_times
 from actors.runtime.faults import FaultInjector
 from actors.runtime.interruption import Interruption
-from actors.runtime.machine import keep_freed_memory
+from actors.runtime.machine import flush_denormals, keep_freed_memory
 from actors.runtime.program import Groups
 from actors.snapshots.worker_snapshots import Snapshots
 from actors.storage.storage import open_storage
@@ -118,6 +118,7 @@ def measure_model(gang: Gang, program: TrainingProgram, model: str) -> tuple[Tim
     axes = {(Layout.parse(text).tp, Layout.parse(text).cp) for text in MODELS[model]}
     layouts = [Layout(tp=tp, cp=cp) for tp, cp in sorted(axes - {(1, 1)})]
     if gang.world_rank < len(os.sched_getaffinity(0)):
+        flush_denormals()
         times = time_facts(program.workload, program.settings, program.device, layouts)
     gang.meet()
     return times, time.perf_counter() - began

@@ -66,7 +66,7 @@ def run_rank(world_rank: int, folder: Path) -> None:
     (folder / f"{world_rank}.json").write_text(json.dumps(results))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 @pytest.mark.timeout(600)
 def test_reshard_compiles_only_shapes_that_are_new(tmp_path: Path) -> None:
     set_forkserver_preload(["pipelines.run.program"])

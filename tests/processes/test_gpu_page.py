@@ -48,6 +48,7 @@ def test_reshard_moves_all_bytes() -> None:
     assert measured["ours_s"] > 0 and measured["bare_s"] > 0
 
 
+@pytest.mark.soak
 def test_our_step_and_the_bare_loop_train_alike() -> None:
     measured = gpu_step.measure("cpu")
     assert measured["our_loss"] == pytest.approx(measured["bare_loss"], rel=2e-2)

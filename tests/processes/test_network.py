@@ -9,7 +9,8 @@ import psutil
 from harness import run_in_processes
 
 from actors.runtime.network import Network
-from elastic.protocol.events import Event, SnapshotServerReady, StepCommitted
+from elastic.protocol.events import Event, StepCommitted
+from elastic.protocol.snapshot_events import SnapshotServerReady
 from pipelines.run.recipes import tiny
 from pipelines.settings.overrides import override
 

@@ -157,7 +157,7 @@ def _held(spec: TensorSpec, layout: Layout, place: tuple[int, ...]) -> Mask:
 
 def _layers(rank: int, layout: Layout, costs: tuple[int, ...]) -> list[int]:
     """The layers of one pipeline rank; the deal into stages has its own tests."""
-    if layout.pp == 1:
+    if layout.pp == 1 or not costs:
         return list(range(len(costs)))
     stages = deal_layers(costs, layout.pp * layout.vp)
     return [layer for stage in stages[rank :: layout.pp] for layer in stage]

@@ -149,7 +149,15 @@ def test_losses_of_samples_may_be_merged(loss: Callable[..., Any], microbatch: i
 
 @pytest.mark.parametrize("microbatch", [1, 2, 3])
 @pytest.mark.parametrize(
-    "layer", [nn.Dropout, lambda: nn.Dropout(0.01), nn.AlphaDropout, WithAttention, Noise]
+    "layer",
+    [
+        nn.Dropout,
+        lambda: nn.Dropout(0.01),
+        lambda: nn.Dropout(0.5, inplace=True),
+        nn.AlphaDropout,
+        WithAttention,
+        Noise,
+    ],
 )
 def test_draws_for_samples_may_be_merged(layer: Any, microbatch: int) -> None:
     settings = TrainSettings(batch=12, microbatch=microbatch, dtype="float64")
@@ -165,7 +173,6 @@ def test_module_that_draws_nothing_divides_no_draws() -> None:
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
-        ({"model": with_layer(lambda: nn.Dropout(0.5, inplace=True))}, "draws random numbers"),
         ({"model": with_layer(RowDropout)}, "the loss of a sample depends on others"),
         ({"model": with_layer(OddDropout)}, "draws random numbers, as dropout does"),
         ({"model": with_layer(Attention)}, "draws random numbers, as dropout does"),

@@ -36,8 +36,6 @@ def scheduled_optimizer() -> SGD:
     [
         ((3,), "cannot prepare int; pass a model"),
         ((DataLoader(each for each in [1.0]),), "or __iter__, which begins again each time"),
-        ((DataLoader(SAMPLES, sampler=[2]),), "a list, whose order"),
-        ((DataLoader(SAMPLES, batch_sampler=[[0, 2]]),), "a batch_sampler, whose order"),
         ((DataLoader(TensorDataset(torch.ones(0))),), "dataset is empty"),
         ((nn.DataParallel(MODEL),), "wrapped by DataParallel: pass the model itself"),
         ((MODEL,), "the optimizer and the loader"),

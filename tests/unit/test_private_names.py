@@ -27,7 +27,7 @@ WRAPPERS = {
     "ray": ROOT / "actors/ray_backend/cluster/ray_private.py",
     "transformers": ROOT / "pipelines/hugging_face/transformers_private.py",
 }
-STANDARD_LIBRARY = {"_current_frames", "_exit", "_fields", "_replace"}
+STANDARD_LIBRARY = {"_asdict", "_current_frames", "_exit", "_fields", "_replace"}
 """Documented names of the standard library that begin with an underscore."""
 INTERNAL = ("ray.core", "ray.dashboard", "torch.distributed.distributed_c10d")
 """Modules without an underscore that are private all the same."""

@@ -8,8 +8,7 @@ from users_policy import users_options
 
 from actors.snapshots.snapshot_cost import MIN_SNAPSHOTS, SnapshotCost
 from elastic.protocol.commands import StartSnapshots
-from elastic.protocol.events import SnapshotServerLost, SnapshotServerReady
-from elastic.protocol.snapshot_events import SnapshotTimed
+from elastic.protocol.snapshot_events import SnapshotServerLost, SnapshotServerReady, SnapshotTimed
 from elastic.reshard.snapshot_interval import AUTO_EVERY, MAX_EVERY, interval_for
 from elastic.reshard.snapshot_placement import SnapshotServer
 from pipelines.run.options import policy_of, worker_options

@@ -21,7 +21,6 @@ from torch import Tensor, nn
 
 from actors.distributed.meshes import form_groups
 from actors.distributed.torch_private import TorchDispatchMode
-from actors.runtime.machine import flush_denormals
 from actors.runtime.program import Groups
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.layout import Layout
@@ -111,9 +110,9 @@ def time_facts(
 
     `together` is called before each step; it may wait for other workers of the machine, which
     compete with this one for its memory and caches as they do in training. Raises what a module
-    raises that cannot be cut so. The process must have no groups.
+    raises that cannot be cut so. The process must have no groups, and treat subnormal numbers as a
+    worker does (`flush_denormals`).
     """
-    flush_denormals()
     trial = _TimedReplicas(workload, settings, device, together)
     shares = PassShares()
     trials = [trial.run(Layout(dp=2))]
