@@ -153,7 +153,7 @@ def test_sample_of_the_table_trains_as_plain_transformers(tmp_path: Path) -> Non
         assert_equals_plain_loop(tmp_path, case)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_sample_of_encoders_trains_as_a_plain_loop(tmp_path: Path) -> None:
     cases = [case for family in ENCODERS for case in encoder_cases_of(family)]
     cases = [case for case in cases if case.name in ENCODER_SAMPLE]

@@ -136,7 +136,7 @@ def test_finetuning_of_adapters_equals_peft(tmp_path: Path) -> None:
     assert_equals_peft(tmp_path, losses, program)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_adapters_over_tp_and_pp_equal_peft_through_reshards(tmp_path: Path) -> None:
     losses, program, run = train(
         tmp_path,
