@@ -75,12 +75,12 @@ def anatomy_of(model: nn.Module) -> Anatomy:
     layers, no_pp = _layers(model, blocks, embedding, head)
     randomness = why_random(model.config)
     part_alone = PART_ALONE if has_router_loss(model) else ""
+    no_pp = no_pp or part_alone
     if not no_pp:
         modules = [name for layer in layers for name in layer.modules]
         no_pp = why_not_in_stages(model, modules, draws=bool(randomness))
         if no_pp and randomness:
             no_pp = f"{randomness}, or pp=1: {no_pp}"
-    no_pp = no_pp or part_alone
     no_cp = randomness or part_alone or why_no_ring(model, len(blocks))
     # Each rank draws for the whole activations of a layer; experts read values, so that it is
     # unknown which these are.

@@ -131,7 +131,7 @@ def test_variants_are_compared_in_one_table(tmp_path: Path) -> None:
         for every in (0, 1)
         for layout in ("fsdp=4", "dp=2,fsdp=2")
     ]
-    assert list(rows) == [*names, "torchrun", "Ray Train"]
+    assert list(rows) == names, "restart systems would have the workers of one variant"
     assert rows[names[2]]["goodput"] > rows[names[0]]["goodput"], "snapshots save the lost shards"
     printed = console.export_text()
     assert all(f"{rows[name]['goodput']:.2%}" in printed for name in names)
