@@ -94,7 +94,8 @@ def test_tied_head_of_a_killed_pipeline_trains_as_one_process_under_other_layout
     )
     assert run.stopped.outcome == "completed", run.stopped
     trained = [line["layout"] for line in run.lines_of("Resume")]
-    assert trained == ["pp=2", "pp=3", "dp=2", "pp=2"], run.story()
+    assert trained[:3] == ["pp=2", "pp=3", "dp=2"] and trained[-1] == "pp=2", run.story()
+    assert trained[3:-1] in ([], ["pp=3"]), "with the worker that replaces w2, if it is in time"
     assert_equals(run, *plain_results(custom_chain.SETTINGS.microbatch, custom_chain.TiedNet))
 
 
