@@ -30,6 +30,7 @@ def accuracies_of(text: str) -> list[float]:
     return [float(number) for number in ACCURACY.findall(text)]
 
 
+@pytest.mark.soak
 def test_converted_encoder_equals_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -116,7 +116,7 @@ def test_ddp_script_equals_the_one_before(tmp_path: Path) -> None:
     assert sorted(sum(evaluated, ())) == pytest.approx(held_out, abs=0.01)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_augmented_run_with_kills_equals_the_plain_loop(tmp_path: Path) -> None:
     """Crops and flips included, although readers of other workers draw them again."""
     script = load(f"{EXAMPLES}/augmented_images_after.py:main").function

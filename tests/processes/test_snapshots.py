@@ -181,7 +181,7 @@ def test_loss_of_a_node_recovers_from_parity(
     ]
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_loss_of_a_snapshot_server_and_later_of_a_node_recovers_from_parity(tmp_path: Path) -> None:
     """While a snapshot server is down, the sets are smaller. When it is back they are full, and the
     run needs them after it loses a node."""

@@ -42,6 +42,7 @@ class Raises(Callback):
 """
 
 
+@pytest.mark.soak
 def test_steps_are_called_once_through_a_killed_controller_and_worker(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -32,6 +32,7 @@ ray.shutdown()
 """
 
 
+@pytest.mark.soak
 def test_private_cluster_starts_no_unused_service(tmp_path: Path) -> None:
     with ray_folder() as folder:
         finished = subprocess.run(

@@ -62,6 +62,7 @@ class Net(nn.Module):
 """
 
 
+@pytest.mark.soak
 def test_settings_patches_arguments_and_siblings_of_a_program_reach_workers(tmp_path: Path) -> None:
     (tmp_path / "program.py").write_text(PROGRAM)
     (tmp_path / "net.py").write_text(NET)

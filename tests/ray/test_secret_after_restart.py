@@ -30,6 +30,7 @@ if "train" in sys.orig_argv and "pipelines" in sys.orig_argv:
 pytestmark = [pytest.mark.timeout(600), pytest.mark.slow]
 
 
+@pytest.mark.soak
 def test_snapshot_is_read_after_a_restart_of_the_controller(
     tmp_path: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:

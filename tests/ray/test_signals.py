@@ -37,6 +37,7 @@ def signal_all(command: Command, number: signal.Signals) -> None:
             process.send_signal(number)
 
 
+@pytest.mark.soak
 @pytest.mark.parametrize(
     ("send", "number", "exit_code"),
     [
