@@ -12,6 +12,7 @@ from example_pairs import output_before, run_after
 NAME = "gan"
 
 
+@pytest.mark.soak
 def test_converted_gan_equals_the_one_before(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -94,7 +94,7 @@ def test_trainer_class_equals_the_one_before_and_keeps_the_best_weights(
         torch.testing.assert_close(tensor, wanted, rtol=1e-3, atol=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_ddp_script_equals_the_one_before(tmp_path: Path) -> None:
     """Two processes of torchrun print the losses of their halves of each batch."""
     printed = run_before("augmented_images", tmp_path, *TORCHRUN, AUGMENT="0")

@@ -214,7 +214,7 @@ def test_loss_of_a_snapshot_server_and_later_of_a_node_recovers_from_parity(tmp_
     assert_recovered_from_snapshots(run, run_in_processes(tmp_path / "whole", settings, 1))
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_frozen_snapshot_server_is_replaced(tmp_path: Path) -> None:
     """A new snapshot server takes its place, from which the run then recovers. The old server does
     no harm when it continues."""

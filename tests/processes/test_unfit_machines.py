@@ -71,6 +71,7 @@ def test_worker_with_slow_links_never_joins(tmp_path: Path, undisturbed: Outcome
     assert first_losses == pytest.approx(undisturbed.losses(), rel=1e-9)
 
 
+@pytest.mark.soak
 def test_worker_on_a_device_with_errors_never_joins(tmp_path: Path, undisturbed: Outcome) -> None:
     run = train(tmp_path, KILL, "ecc error in worker 3")
     assert_replaced_elsewhere(run, "w3", "ECC")

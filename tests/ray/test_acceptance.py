@@ -18,6 +18,7 @@ PROGRAMS = ROOT / "tests" / "processes"
 EVENTS = 5
 
 
+@pytest.mark.soak
 def test_run_follows_its_cluster_with_at_most_one_step_redone_an_event(tmp_path: Path) -> None:
     with ray_folder() as folder:
         Path(folder, "ray").mkdir()

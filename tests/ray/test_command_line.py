@@ -17,6 +17,7 @@ pytestmark = pytest.mark.timeout(900)
 TINY = ("tiny", "--data", "random", "--set", "dtype=float64")
 
 
+@pytest.mark.soak
 def test_killed_worker_is_replaced_and_the_run_completes(tmp_path: Path) -> None:
     with on_own_cluster(
         "train", tmp_path, *TINY, "--workers", "3", "--steps", "400", "--layout", "dp=3",

@@ -29,6 +29,7 @@ def processes_of_run(command: Command, word: str) -> list[psutil.Process]:
     return found
 
 
+@pytest.mark.soak
 def test_killed_gcs_ends_the_run_with_a_checkpoint(tmp_path: Path) -> None:
     with elastic_train(tmp_path, *TINY, "--steps", "100000") as command:
         command.wait_for_step(10)
