@@ -67,7 +67,7 @@ def compare_new_device(
 def compare_devices(state: ControllerState, now: float, can_train: CanTrain) -> list[Command]:
     """Before a generation forms, note what is usual, and compare the devices of the first one."""
     usual = UsualMachines(num_unfit=state.membership.usual.num_unfit)
-    staying = list(state.membership.staying())
+    staying = sorted(state.membership.warm - state.membership.draining)
     times: dict[str, list[float]] = {}
     for worker in staying:
         machine = state.membership.records[worker].machine

@@ -7,12 +7,14 @@ state at most a few times, and those that receive it are senders in the next rou
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import inf
 
 from elastic.duties.bandwidth import known_job
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.errors import Infeasible
+from elastic.geometry.topology import Place
 from elastic.planner.proposal import Proposal, propose
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.phases import Resharding
@@ -36,26 +38,29 @@ def can_train(state: ControllerState) -> bool:
 def next_assignment(state: ControllerState, previous: Assignment | None) -> Proposal | Infeasible:
     """The assignment that the workers that stay would get in the next generation: all of them, or
     as many as one round can take."""
-    proposal = whole_assignment(state, previous)
+    staying = state.membership.staying()
+    proposal = _propose(state, previous, staying, staying)
     if isinstance(proposal, Infeasible) or previous is None:
         return proposal
     most = _copies_allowed(state)
-    staying = tuple(state.membership.staying())
     if copies_sent(previous, proposal.assignment, staying) <= most:
         return proposal
-    return _first_round(state, previous, proposal, most) or proposal
+    return _first_round(state, previous, staying, proposal, most) or proposal
 
 
 def whole_assignment(state: ControllerState, previous: Assignment | None) -> Proposal | Infeasible:
     """The assignment of all workers that stay, in however many rounds they join."""
-    return _propose(state, previous, tuple(state.membership.staying()))
+    staying = state.membership.staying()
+    return _propose(state, previous, staying, staying)
 
 
-def copies_sent(previous: Assignment, new: Assignment, staying: tuple[str, ...]) -> float:
+def copies_sent(previous: Assignment, new: Assignment, staying: Iterable[str]) -> float:
     """How many times a member sends the whole state in the reshard, on average; 0 if none of them
     stays, because then the state comes from snapshots or storage."""
-    num_senders = len(set(previous.members).intersection(staying))
     num_receivers = len(set(new.members).difference(previous.members))
+    if not num_receivers:
+        return 0.0
+    num_senders = len(set(previous.members).intersection(staying))
     return num_receivers / (_num_shards(new) * num_senders) if num_senders else 0.0
 
 
@@ -68,7 +73,7 @@ def reshard_timeout_s(
     rate = _copies_per_s(state)
     if previous is None or rate == inf:
         return limit_s
-    copies = copies_sent(previous, new, tuple(state.membership.staying()))
+    copies = copies_sent(previous, new, state.membership.staying())
     return min(max(limit_s, copies / rate / TIME_SHARE), LONGEST * limit_s)
 
 
@@ -94,17 +99,20 @@ def note_reshard(state: ControllerState, phase: Resharding, is_late: bool) -> No
 
 
 def _first_round(
-    state: ControllerState, previous: Assignment, whole: Proposal, most: float
+    state: ControllerState,
+    previous: Assignment,
+    staying: Mapping[str, Place],
+    whole: Proposal,
+    most: float,
 ) -> Proposal | None:
     """The assignment of the first round; None if it would have no more members than before."""
-    staying = state.membership.staying()
     members = [worker for worker in staying if worker in set(previous.members)]
     joining = sorted(
         (worker for worker in staying if worker not in set(previous.members)),
         key=lambda worker: (staying[worker], worker),  # whole nodes, for groups of `tp`
     )
     num_joining = int(most * len(members) * _num_shards(whole.assignment))
-    proposal = _propose(state, previous, (*members, *joining[:num_joining]))
+    proposal = _propose(state, previous, staying, (*members, *joining[:num_joining]))
     if isinstance(proposal, Infeasible):
         return None
     first = proposal.assignment
@@ -138,12 +146,15 @@ def _num_shards(assignment: Assignment) -> int:
 
 
 def _propose(
-    state: ControllerState, previous: Assignment | None, workers: tuple[str, ...]
+    state: ControllerState,
+    previous: Assignment | None,
+    staying: Mapping[str, Place],
+    workers: Iterable[str],
 ) -> Proposal | Infeasible:
-    staying = state.membership.staying()
+    """The assignment of some of the workers that stay."""
     return propose(
         previous,
-        workers,
+        tuple(workers),
         generation=state.generation + 1,
         target_layout=state.layouts.target,
         topology=staying,

@@ -19,6 +19,9 @@ class Bandwidths:
     far: float | None = None
 
 
+UNKNOWN = Bandwidths()
+
+
 @dataclass(frozen=True, slots=True)
 class PassMemory:
     """The bytes of activations of one microbatch under a degree of `tp`, from a trial.
@@ -222,8 +225,9 @@ class Job:
     @property
     def knows_bandwidths(self) -> bool:
         """Whether the planner can estimate communication time."""
-        has_links = self.bandwidths != Bandwidths() or bool(self.times.machine.collectives)
-        return self.microbatch_s > 0 and has_links
+        if not self.microbatch_s > 0:
+            return False
+        return self.bandwidths != UNKNOWN or bool(self.times.machine.collectives)
 
 
 @dataclass(frozen=True, slots=True)

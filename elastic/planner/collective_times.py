@@ -39,8 +39,7 @@ class Links:
 
     def contention(self, num_workers: int) -> float:
         """How much longer this many workers compute on a node than one for each core."""
-        cores = self.machine.cores
-        return max(1.0, min(num_workers, self.node_size) / cores) if cores else 1.0
+        return contention(self.machine, self.node_size, num_workers)
 
     def seconds(
         self, kind: str, num_ranks: int, num_bytes: float, span: int, count: float = 1
@@ -63,6 +62,12 @@ class Links:
         if span <= self.node_size:
             return self.bandwidths.node
         return self.bandwidths.rack if span <= self.rack_size else self.bandwidths.far
+
+
+def contention(machine: Machine, node_size: int, num_workers: int) -> float:
+    """See `Links.contention`."""
+    cores = machine.cores
+    return max(1.0, min(num_workers, node_size) / cores) if cores else 1.0
 
 
 def overlapped(compute_s: float, communication_s: float, interference: float) -> float:

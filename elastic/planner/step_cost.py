@@ -28,8 +28,7 @@ seconds of a microbatch are not known, one counts as 1, and communication as not
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 from typing import NamedTuple
 
 from elastic.geometry.layout import Layout
@@ -37,7 +36,7 @@ from elastic.geometry.pipeline_stages import deal_layers
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Capacity, Job, StepTrial, Traffic
 from elastic.geometry.zero import zero_in_step
-from elastic.planner.collective_times import Links, overlapped
+from elastic.planner.collective_times import Links, contention, overlapped
 from elastic.planner.pipeline_schedule import SEVERAL_STAGES, Pipeline, pipeline_seconds
 from elastic.planner.worker_memory import LEAST_BUCKET_BYTES, pass_memory, worker_memory
 
@@ -69,15 +68,20 @@ class StepParts(NamedTuple):
 
 def step_cost(axes: TargetLayout, job: Job, capacity: Capacity) -> StepCost:
     """The cost of layouts with these model axes; see the docstring of this module."""
-    parts = step_parts(axes, job, capacity)
-    return lambda dp, fsdp: sum(parts(dp, fsdp))
+    trial, knows_bandwidths = _trial_of(axes, job), job.knows_bandwidths
+
+    def cost(dp: int, fsdp: int) -> float:
+        return sum(_Step(axes, job, capacity, trial, dp, fsdp).parts(knows_bandwidths))
+
+    return cost
 
 
 def step_parts(axes: TargetLayout, job: Job, capacity: Capacity) -> Callable[[int, int], StepParts]:
     """The parts of `step_cost`, as a function of (dp, fsdp)."""
+    trial, knows_bandwidths = _trial_of(axes, job), job.knows_bandwidths
 
     def parts(dp: int, fsdp: int) -> StepParts:
-        return _Step(axes, job, capacity, dp, fsdp).parts()
+        return _Step(axes, job, capacity, trial, dp, fsdp).parts(knows_bandwidths)
 
     return parts
 
@@ -107,8 +111,7 @@ def _stage_shares(layer_costs: tuple[int, ...], num_stages: int) -> tuple[float,
     )
 
 
-@dataclass(frozen=True, slots=True)
-class _StepPasses:
+class _StepPasses(NamedTuple):
     """The passes of the busiest data rank in a step, and the microbatches in each."""
 
     num_passes: int
@@ -119,30 +122,47 @@ class _StepPasses:
     """What a step computes besides its passes."""
 
 
+def _trial_of(axes: TargetLayout, job: Job) -> StepTrial | None:
+    """The trial with these model axes; else None."""
+    for trial in job.times.trials:
+        if (trial.tp, trial.cp, trial.zero) == (axes.tp, axes.cp, 0):
+            return trial
+    return None
+
+
 class _Step:
     """The times of a step under one layout."""
 
     def __init__(
-        self, axes: TargetLayout, job: Job, capacity: Capacity, dp: int, fsdp: int
+        self,
+        axes: TargetLayout,
+        job: Job,
+        capacity: Capacity,
+        trial: StepTrial | None,
+        dp: int,
+        fsdp: int,
     ) -> None:
-        self.axes, self.job, self.capacity = axes, job, capacity
+        self.axes, self.job, self.capacity, self.trial = axes, job, capacity, trial
         self.dp, self.fsdp = dp, fsdp
         self.unit = job.microbatch_s or 1.0
         self.machine = job.times.machine
         self.num_workers = axes.pp * dp * fsdp * axes.cp * axes.tp
-        self.links = Links.of(self.machine, job.bandwidths, capacity, self.num_workers)
-        self.slowdown = self.links.contention(self.num_workers)
+        self.slowdown = contention(self.machine, capacity.node_size, self.num_workers)
         self.zero = zero_in_step(axes.zero, axes.pp) if fsdp > 1 else 0
         self.passes = self._passes()
 
-    def parts(self) -> StepParts:
+    @cached_property
+    def links(self) -> Links:
+        return Links.of(self.machine, self.job.bandwidths, self.capacity, self.num_workers)
+
+    def parts(self, knows_bandwidths: bool) -> StepParts:
         one, axes = self.passes, self.axes
         if axes.pp > 1:
             compute, bubble, messages = self._pipeline()
         else:
             compute, bubble, messages = one.num_passes * one.pass_s * self.slowdown, 0.0, 0.0
         compute += one.step_s * self.slowdown
-        if not self.job.knows_bandwidths:
+        if not knows_bandwidths:
             return StepParts(compute, bubble, host=self._host_s(compute))
         span = axes.tp * axes.cp
         axis_s = one.num_passes / axes.pp
@@ -173,7 +193,7 @@ class _Step:
         elif facts.merges and job.times.merges:
             num_passes = -(-rounds // max(1, min(rounds, self._most_merged(rounds))))
             rounds, merged = num_passes, rounds / num_passes
-        trial = self._trial()
+        trial = self.trial
         if trial is None:
             return _StepPasses(rounds, merged, merged * self.unit / (axes.tp * axes.cp), 0.0)
         plain = job.times.plain
@@ -193,13 +213,6 @@ class _Step:
         memory = worker_memory(self.job, self.axes.layout(self.dp, self.fsdp))
         free = (self.capacity.memory_bytes - memory.state) / MERGED_SHARE
         return int(free / max(1, memory.activations))
-
-    def _trial(self) -> StepTrial | None:
-        """The trial with these model axes; else None."""
-        for trial in self.job.times.trials:
-            if (trial.tp, trial.cp, trial.zero) == (self.axes.tp, self.axes.cp, 0):
-                return trial
-        return None
 
     def _pipeline(self) -> tuple[float, float, float]:
         """The seconds of a pipeline: of its busiest rank, and those in which that waits.
@@ -255,7 +268,7 @@ class _Step:
         """The collectives of a model axis in one pass through all layers."""
         if num_ranks == 1:
             return 0.0
-        trial, merged = self._trial(), self.passes.merged
+        trial, merged = self.trial, self.passes.merged
         traffic = trial.traffic if trial is not None else ()
         if not traffic:
             hidden = self.job.activation_bytes / self.axes.cp
