@@ -101,6 +101,12 @@ def measure(case: Case, layout: Layout, world_rank: int) -> Measurement:
 
 
 def build_product_step(program: TrainingProgram, groups: Groups) -> Callable[[int], float]:
+    """Our step, which returns the loss."""
+    stepper = build_stepper(program, groups)
+    return lambda step: stepper.step()[0].loss or 0.0
+
+
+def build_stepper(program: TrainingProgram, groups: Groups) -> Stepper:
     """Our step: compute, vote, apply."""
     replica = program.build(groups)
     regions = {spec: region_of(spec, groups.layout, groups.place) for spec in program.specs()}
@@ -113,8 +119,7 @@ def build_product_step(program: TrainingProgram, groups: Groups) -> Callable[[in
     untimed = compute_times(0, program.device)
     timer = StepTimer(program.device, lambda: program.waits)
     doing = (interruption, no_faults, snapshots, writer, untimed)
-    stepper = Stepper(groups, replica, 0, *doing, KeptRecords(), timer)
-    return lambda step: stepper.step()[0].loss or 0.0
+    return Stepper(groups, replica, 0, *doing, KeptRecords(), timer)
 
 
 def build_bare_step(case: Case, program: TrainingProgram, layout: Layout) -> Callable[[int], float]:

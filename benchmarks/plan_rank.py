@@ -14,24 +14,15 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
+from layouts_rank import build_stepper
 from plan_cases import MODELS, NUM_WORKERS, program_of
 
 from actors.distributed.backends.backend import backend_of, dissolve_groups, init_world
 from actors.distributed.collective_trial import collective_times, interference
 from actors.distributed.meshes import form_groups
-from actors.runtime.compute_time import compute_times
-from actors.runtime.faults import FaultInjector
-from actors.runtime.interruption import Interruption
 from actors.runtime.machine import flush_denormals, keep_freed_memory
-from actors.runtime.program import Groups
-from actors.snapshots.worker_snapshots import Snapshots
-from actors.storage.storage import open_storage
-from actors.worker.part_writer import PartWriter
-from actors.worker.step_protocol import KeptRecords, Stepper
-from actors.worker.step_timer import StepTimer
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.layout import Layout
-from elastic.geometry.shard_map import region_of
 from elastic.geometry.training_job import CollectiveTimes, Machine, TimeFacts
 from pipelines.run.program import TrainingProgram
 from pipelines.training.replica.time_trial import time_facts
@@ -142,19 +133,3 @@ def measure_layout(gang: Gang, program: TrainingProgram, layout: Layout) -> list
         del stepper
         gc.collect()
         return [record.step_s or 0.0 for record in records[NUM_FIRST:]]
-
-
-def build_stepper(program: TrainingProgram, groups: Groups) -> Stepper:
-    """Our step: compute, vote, apply."""
-    replica = program.build(groups)
-    regions = {spec: region_of(spec, groups.layout, groups.place) for spec in program.specs()}
-    replica.adopt({s.name: program.initial(s, r) for s, r in regions.items() if r is not None})
-    interruption = Interruption()
-    interruption.running_generation = groups.assignment.generation
-    snapshots = Snapshots("benchmark", "", (), every=1, secret=b"")
-    no_faults = FaultInjector("benchmark")
-    writer = PartWriter("benchmark", open_storage("."), program, no_faults, lambda event: None)
-    untimed = compute_times(0, program.device)
-    timer = StepTimer(program.device, lambda: program.waits)
-    doing = (interruption, no_faults, snapshots, writer, untimed)
-    return Stepper(groups, replica, 0, *doing, KeptRecords(), timer)

@@ -27,6 +27,11 @@ class DataUnreachable(UserError, UnsuitableMachine):
     """This machine cannot read the run's data; other machines may be able to."""
 
 
+def first_line(error: BaseException) -> str:
+    """The first line of an exception's message; empty if it has none."""
+    return (str(error).splitlines() or [""])[0]
+
+
 def refuse_undecodable(option: str, text: str) -> None:
     """Raises `UserError` for invalid UTF-8, which Python decodes to lone surrogates, and for
     NUL."""

@@ -5,13 +5,13 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 from statistics import median
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup, Work
 
 from actors.distributed.backends.torch_groups_private import PeerMessage, exchange_all
+from actors.distributed.flat_collectives import all_gather, reduce_scatter
 from actors.distributed.stall import wait_for
 from elastic.geometry.training_job import CollectiveTimes
 
@@ -28,9 +28,6 @@ NUM_PRODUCTS = 40
 """Products of this width take some times as long as a collective of `OVERLAPPED_BYTES`."""
 
 Start = Callable[[], list[Work]]
-_all_gather: Any = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
-_reduce_scatter: Any = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
-"""From torch 2.13 the old names warn."""
 
 
 def collective_times(group: ProcessGroup, device: torch.device) -> tuple[CollectiveTimes, ...]:
@@ -99,9 +96,9 @@ def _start(group: ProcessGroup, device: torch.device, kind: str, size: int) -> S
     if kind == "all_reduce":
         return lambda: _works(dist.all_reduce(whole, group=group, async_op=True))
     if kind == "all_gather":
-        return lambda: _works(_all_gather(whole, part, group=group, async_op=True))
+        return lambda: _works(all_gather(whole, part, group=group, async_op=True))
     if kind == "reduce_scatter":
-        return lambda: _works(_reduce_scatter(part, whole, group=group, async_op=True))
+        return lambda: _works(reduce_scatter(part, whole, group=group, async_op=True))
     arriving = torch.empty_like(whole)
     receives = [PeerMessage(arriving, (rank - 1) % num_ranks, 0)]
     sends = [PeerMessage(whole, (rank + 1) % num_ranks, 0)]

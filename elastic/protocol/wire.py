@@ -55,8 +55,8 @@ def encode(value: Any, is_sparse: bool = False) -> Any:
     kind: Any = type(value)
     if kind in _PLAIN:
         return value
-    if kind is float:
-        return value if isfinite(value) else None
+    if isinstance(value, float):
+        return finite(value)
     if is_sparse and kind is Policy:
         return _packed(value)
     if _is_record(kind):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections.abc import Sequence
 from functools import lru_cache
 from itertools import accumulate
@@ -16,6 +15,7 @@ from actors.storage.remote_files import RemoteFile
 from pipelines.data.cache import LocalCopies
 from pipelines.data.source_files import Named, SourceFile, named_files
 from pipelines.errors import UserError
+from pipelines.reading.concatenated import Concatenated
 from pipelines.settings import CacheSettings
 
 SUFFIXES = (".parquet", ".arrow")
@@ -23,7 +23,7 @@ NUM_GROUPS_KEPT = 8
 """Parquet row groups that are cached decoded, because rows are read in a shuffled order."""
 
 
-class ArrowDataset:
+class ArrowDataset(Concatenated):
     """Rows as dicts by column: numbers, strings, and lists of numbers as numpy arrays.
 
     `path` is a file, a folder or a glob, or a list of these, also at URLs, from where each file is
@@ -32,6 +32,8 @@ class ArrowDataset:
     are memory-mapped. Of `.parquet` files the latest row groups are cached decoded, so write small
     row groups (a few thousand rows) for reading in random order.
     """
+
+    opened = ("_table", "_copies", "_groups", "_ends")
 
     def __init__(
         self,
@@ -45,24 +47,11 @@ class ArrowDataset:
         self.files = named_files(path, SUFFIXES)
         self._open()
 
-    def __len__(self) -> int:
-        return self._ends[-1]
-
     def __getitem__(self, index: int) -> dict[str, Any]:
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        number = bisect_right(self._ends, index)
+        number, from_end = self._located(index)
         file, group, num_rows = self._groups[number]
-        table, row = self._table(file, group), index - self._ends[number] + num_rows
+        table, row = self._table(file, group), from_end + num_rows
         return {name: _value(table.column(name)[row]) for name in table.column_names}
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {"columns": self.columns, "files": self.files, "cache": self.cache}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.columns, self.files = state["columns"], state["files"]
-        self.cache = state["cache"]
-        self._open()
 
     def _open(self) -> None:
         self._table = lru_cache(NUM_GROUPS_KEPT)(self._read)

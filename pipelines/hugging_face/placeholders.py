@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from torch.overrides import TorchFunctionMode
 
+from pipelines.errors import first_line
 from pipelines.hugging_face.building import text_config
 from pipelines.training.workload.drawing import drawn_shape
 
@@ -71,7 +72,7 @@ def why_not_in_stages(model: nn.Module, layers: Iterable[str], draws: bool) -> s
             rest(inputs_embeds=hidden, use_cache=False)
             flowing = base(inputs_embeds=hidden, use_cache=False).last_hidden_state
     except Exception as error:  # a model without its layers may fail in any way
-        reason = (str(error).splitlines() or [""])[0]
+        reason = first_line(error)
         return f"a trial without its layers failed: {type(error).__name__}: {reason}"
     if draws and draw.name:
         return f"{name} draws random numbers outside of its layers"

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Sequence
 from math import isfinite
 from typing import Any
 
-import numpy as np
 import torch
 from torch import nn
 from torch.utils.hooks import RemovableHandle
 
 from pipelines.settings.user_code import place_of_caller
+from pipelines.training.workload.seeds import generator_states
 from pipelines.training.workload.trees import tensors_in
 from pipelines.training.workload.workload import LossSums
 
+CPU = torch.device("cpu")
 TOLERANCE, COARSE = 1e-3, 2e-2
 """Relative, of float32 sums in another order, and of a loss that autocast may have rounded."""
 COARSE_TYPES = (torch.bfloat16, torch.float16)
@@ -35,7 +35,7 @@ class GroupingTrial:
         self._place = ""
         self._is_random = self._is_coarse = False
         self._hooks: list[RemovableHandle] = []
-        self._state: tuple[Any, ...] = ()
+        self._state: list[Any] = []
 
     def begin(self) -> None:
         """Before the first part. Dropout and BatchNorm do nothing from now on."""
@@ -46,11 +46,11 @@ class GroupingTrial:
 
     def before(self) -> None:
         """Before what may draw random numbers: the `collate`, and the forward."""
-        self._state = _random_state()
+        self._state = generator_states(CPU)
 
     def after(self) -> None:
         self._place = place_of_caller()
-        self._is_random |= self._state != _random_state()
+        self._is_random |= self._state != generator_states(CPU)
 
     def _look(self, part: nn.Module, inputs: Any, output: Any) -> None:
         """Note whether a loss may have been computed from values of few digits, by autocast."""
@@ -77,8 +77,3 @@ class GroupingTrial:
             "pass their number to step.backward(loss, weight); if it compares samples with each "
             "other, load the whole batch with microbatches=1"
         )
-
-
-def _random_state() -> tuple[Any, ...]:
-    numpy = repr(np.random.get_state(legacy=False)["state"])
-    return torch.get_rng_state().numpy().tobytes(), random.getstate(), numpy

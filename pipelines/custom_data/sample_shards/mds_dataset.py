@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import hashlib
 import zlib
-from bisect import bisect_right
 from bz2 import BZ2Decompressor
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -31,6 +30,7 @@ from pipelines.custom_data.sample_shards.mds_index import (
 from pipelines.data.cache import LocalCopies
 from pipelines.data.source_files import SourceFile, listed_files
 from pipelines.errors import DataUnreachable, UserError
+from pipelines.reading.concatenated import Concatenated
 from pipelines.settings import CacheSettings
 from pipelines.settings.home import expand_home
 
@@ -38,7 +38,7 @@ HASHES = {name for name in hashlib.algorithms_guaranteed if not name.startswith(
 ARROW_CODECS = {"zstd": "zstd", "br": "brotli", "snappy": "snappy"}
 
 
-class MdsDataset:
+class MdsDataset(Concatenated):
     """Samples as dicts by column, in the order of the shards and of the samples in them.
 
     `folder` is a folder with `index.json`, also at a URL; of a split, name its subfolder.
@@ -48,6 +48,8 @@ class MdsDataset:
     Shards at a URL and compressed ones are kept uncompressed in the cache of the machine, whose
     settings are `cache`. They are compared with their hashes in the index, if hashlib knows these.
     """
+
+    opened = ("_copies", "_remote", "_decoders", "shards", "_ends")
 
     def __init__(
         self,
@@ -66,16 +68,11 @@ class MdsDataset:
         self._index = self._read_index()
         self._open()
 
-    def __len__(self) -> int:
-        return self._ends[-1]
-
     def __getitem__(self, index: int) -> Any:
         """Raises `UserError` for a damaged shard, `DataUnreachable` for one out of reach."""
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        number = bisect_right(self._ends, index)
+        number, from_end = self._located(index)
         shard = self.shards[number]
-        row = index - self._ends[number] + shard.samples
+        row = from_end + shard.samples
         shown = self._place(shard.raw_data)
         with self._local(number) as path, path.open("rb") as file:
             try:
@@ -89,14 +86,6 @@ class MdsDataset:
             except Exception as error:  # whatever a format raises for damaged content
                 raise undecodable(f"{shown}, sample {row}, column {name!r}", error) from error
         return sample if self.transform is None else self.transform(sample)
-
-    def __getstate__(self) -> dict[str, Any]:
-        opened = ("_copies", "_remote", "_decoders", "shards", "_ends")
-        return {name: value for name, value in vars(self).items() if name not in opened}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._open()
 
     def _open(self) -> None:
         shown = f"{without_credentials(self.folder)}/{INDEX}"

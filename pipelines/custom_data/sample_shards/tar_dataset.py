@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import sys
 import zipfile
-from bisect import bisect_right
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ from pipelines.data.cache import LocalCopies
 from pipelines.data.cache.shared_indexes import INDEXES
 from pipelines.data.source_files import Named, SourceFile, named_files
 from pipelines.errors import DataUnreachable, UserError
+from pipelines.reading.concatenated import Concatenated
 from pipelines.settings import CacheSettings
 
 SUFFIXES = (".tar",)
@@ -28,7 +28,7 @@ REPORTED_BYTES = 1 << 30
 """Indexing more than this takes so long that a line announces it."""
 
 
-class TarDataset:
+class TarDataset(Concatenated):
     """Samples as dicts by field, such as `{"__key__": "a/1", "jpg": <image>, "cls": 3}`.
 
     `paths` are files, folders or globs, also at URLs, with braces for numbers:
@@ -41,6 +41,8 @@ class TarDataset:
     files at URLs, and that of a file at a URL also in the folder of the run, for machines that
     join. A copy that has been evicted is made again.
     """
+
+    opened = ("_copies", "_indexes", "_ends")
 
     def __init__(
         self,
@@ -60,30 +62,16 @@ class TarDataset:
         self._states = [_state(file) for file in self.files]
         self._open()
 
-    def __len__(self) -> int:
-        return self._ends[-1]
-
     def __getitem__(self, index: int) -> Any:
         """Raises `UserError` for a damaged field, `DataUnreachable` for a file out of reach."""
-        if not 0 <= index < len(self):
-            raise IndexError(index)
-        number = bisect_right(self._ends, index)
+        number, from_end = self._located(index)
         tar = self._indexes[number]
-        row = index - self._ends[number] + tar.num_samples
+        row = from_end + tar.num_samples
         key, shown = tar.key(row), str(self.files[number])
         sample: dict[str, Any] = {"__key__": key, "__url__": shown}
         for name, data in self._contents(number, row):
             sample[name] = self._decoders.decode(name, data, f"{shown}, sample {key!r}")
         return sample if self.transform is None else self.transform(sample)
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Without the indexes, which the cache has."""
-        opened = ("_copies", "_indexes", "_ends")
-        return {name: value for name, value in vars(self).items() if name not in opened}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        vars(self).update(state)
-        self._open()
 
     def _open(self) -> None:
         self._copies = LocalCopies(self.cache)

@@ -9,9 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from pipelines.errors import first_line
 from pipelines.training.custom.merge_trial import MAX_PARAMETERS
 from pipelines.training.custom.modules.block_flow import in_dtypes
-from pipelines.training.custom.modules.custom_module import build_on_host, seeded
+from pipelines.training.custom.modules.custom_module import (
+    build_on_host,
+    count_parameters,
+    seeded,
+)
 from pipelines.training.custom.tensor_trial import NUM_SAMPLES, TensorCandidate
 from pipelines.training.models.expert_parallel import (
     compute_rows,
@@ -28,7 +33,7 @@ def why_no_expert_parallelism(candidate: TensorCandidate, shape: ModelShape) -> 
     The outputs of experts in parts must equal those of all together.
     """
     recipe, settings = candidate.recipe, candidate.settings
-    num_parameters = sum(parameter.numel() for parameter in candidate.module().parameters())
+    num_parameters = count_parameters(candidate.module())
     if num_parameters > MAX_PARAMETERS:
         _say_untried(f"the module has {num_parameters:,} parameters, over {MAX_PARAMETERS:,}")
         return None
@@ -43,7 +48,7 @@ def why_no_expert_parallelism(candidate: TensorCandidate, shape: ModelShape) -> 
         with seeded(settings.seed), torch.no_grad():
             recipe.loss(module, candidate.example(min(NUM_SAMPLES, settings.microbatch)).value)
     except Exception as error:  # a module that needs a GPU, for example
-        _say_untried(f"{type(error).__name__}: {_first_line(error)}")
+        _say_untried(f"{type(error).__name__}: {first_line(error)}")
         return None
     try:
         with seeded(settings.seed), torch.no_grad():
@@ -53,7 +58,7 @@ def why_no_expert_parallelism(candidate: TensorCandidate, shape: ModelShape) -> 
     except Exception as error:  # the module's own code raises any type
         return (
             "experts must be called with tokens (any, dim), chosen experts (any, k) and weights "
-            f"(any, k): {type(error).__name__}: {_first_line(error)}"
+            f"(any, k): {type(error).__name__}: {first_line(error)}"
         )
     unused = [name for name in experts if name not in calls]
     return f"the recipe's loss does not call {unused[0]}" if unused else None
@@ -61,10 +66,6 @@ def why_no_expert_parallelism(candidate: TensorCandidate, shape: ModelShape) -> 
 
 def _say_untried(why: str) -> None:
     print(f"elastic: experts were not tried out in parts: {why}", file=sys.stderr)
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error).splitlines() or [""])[0]
 
 
 def _outputs_in_parts(

@@ -11,13 +11,17 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import default_collate
 
-from pipelines.errors import UserError
+from pipelines.errors import UserError, first_line
 from pipelines.reading.pass_reader import seed_host
 from pipelines.settings import TrainSettings
 from pipelines.settings.recipe import Recipe
 from pipelines.training.attention.cut_sequences import refuse_other_sums
 from pipelines.training.custom.modules.block_flow import in_dtypes
-from pipelines.training.custom.modules.custom_module import build_on_host, seeded
+from pipelines.training.custom.modules.custom_module import (
+    build_on_host,
+    count_parameters,
+    seeded,
+)
 from pipelines.training.custom.modules.custom_pipeline import CustomBatch
 from pipelines.training.custom.modules.microbatch_draws import MicrobatchDraws
 from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups
@@ -87,7 +91,7 @@ class Merging(NamedTuple):
 
 def try_merging(candidate: MergeCandidate, max_parameters: int = MAX_PARAMETERS) -> Merging:
     """Find out whether a pass may have several of the recipe's microbatches."""
-    num_parameters = sum(parameter.numel() for parameter in candidate.module().parameters())
+    num_parameters = count_parameters(candidate.module())
     if num_parameters > max_parameters:
         return Merging(
             f"the module has {num_parameters:,} parameters, and a trial of merged microbatches is "
@@ -99,14 +103,14 @@ def try_merging(candidate: MergeCandidate, max_parameters: int = MAX_PARAMETERS)
     except _Unmergeable as unmergeable:
         return Merging(str(unmergeable))
     except Exception as error:
-        reason = (str(error).splitlines() or [""])[0]
+        reason = first_line(error)
         return Merging(f"the trial of merged microbatches failed: {type(error).__name__}: {reason}")
 
 
 def draws_at_random(candidate: MergeCandidate, max_parameters: int = MAX_PARAMETERS) -> bool:
     """Whether a training pass of the recipe draws random numbers; also if that is unknown, because
     the module is too large to be tried out, or fails."""
-    if sum(parameter.numel() for parameter in candidate.module().parameters()) > max_parameters:
+    if count_parameters(candidate.module()) > max_parameters:
         return True
     try:
         with seeded(candidate.settings.seed):
@@ -139,7 +143,7 @@ def why_no_context_parallelism(candidate: MergeCandidate) -> str | None:
     except UserError as error:
         return str(error).removeprefix("cp: ")
     except Exception as error:
-        reason = (str(error).splitlines() or [""])[0]
+        reason = first_line(error)
         return f"the module fails with half of a sequence: {type(error).__name__}: {reason}"
     return None
 

@@ -9,11 +9,15 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor, nn
 
-from pipelines.errors import UserError
+from pipelines.errors import UserError, first_line
 from pipelines.settings import TrainSettings
 from pipelines.settings.recipe import Recipe
 from pipelines.training.custom.modules.block_flow import in_dtypes, run_layers
-from pipelines.training.custom.modules.custom_module import build_on_host, seeded
+from pipelines.training.custom.modules.custom_module import (
+    build_on_host,
+    count_parameters,
+    seeded,
+)
 from pipelines.training.custom.modules.custom_pipeline import (
     CustomBatch,
     UnfitForPipeline,
@@ -68,7 +72,7 @@ def why_no_pipeline(
     except UserError:
         raise
     except Exception as error:
-        reason = (str(error).splitlines() or [""])[0]
+        reason = first_line(error)
         return f"the trial of the recipe's pipeline failed: {type(error).__name__}: {reason}"
     return None
 
@@ -111,7 +115,7 @@ def _try_out(workload: PipelineCandidate, max_parameters: int) -> None:
 def _module(workload: PipelineCandidate, max_parameters: int) -> nn.Module:
     recipe, seed = workload.recipe, workload.settings.seed
     shapes = workload.module()
-    if sum(parameter.numel() for parameter in shapes.parameters()) > max_parameters:
+    if count_parameters(shapes) > max_parameters:
         return in_dtypes(shapes.to("meta"), recipe)
     module = in_dtypes(build_on_host(recipe.model, seed), recipe)
     if workload.block_seeds is not None:

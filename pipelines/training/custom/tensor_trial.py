@@ -8,14 +8,18 @@ from typing import Protocol
 import torch
 from torch import nn
 
-from pipelines.errors import UserError
+from pipelines.errors import UserError, first_line
 from pipelines.training.custom.merge_trial import (
     MAX_PARAMETERS,
     NOISE,
     MergeCandidate,
     draws_at_random,
 )
-from pipelines.training.custom.modules.custom_module import build_on_host, seeded
+from pipelines.training.custom.modules.custom_module import (
+    build_on_host,
+    count_parameters,
+    seeded,
+)
 from pipelines.training.custom.modules.custom_pipeline import CustomBatch
 from pipelines.training.custom.modules.loss_sums import loss_sums_of
 from pipelines.training.tensor.draw_trial import find_draws, for_trial
@@ -71,7 +75,7 @@ def _why_other_values(candidate: TensorCandidate, shape: ModelShape, num_tp: int
     Without a trial with values one line says so.
     """
     recipe, settings = candidate.recipe, candidate.settings
-    num_parameters = sum(parameter.numel() for parameter in candidate.module().parameters())
+    num_parameters = count_parameters(candidate.module())
     try:
         if num_parameters > MAX_PARAMETERS:
             raise Untried(f"the module has {num_parameters:,} parameters, over {MAX_PARAMETERS:,}")
@@ -89,7 +93,7 @@ def _why_other_values(candidate: TensorCandidate, shape: ModelShape, num_tp: int
         return str(error)
     except Exception as error:  # a module that needs a GPU, for example
         kind = "" if isinstance(error, Untried) else f"{type(error).__name__}: "
-        reason = kind + (str(error).splitlines() or [""])[0]
+        reason = kind + first_line(error)
         print(f"elastic: tp was tried out with shapes, not with values: {reason}", file=sys.stderr)
     return None
 

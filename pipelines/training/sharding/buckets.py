@@ -13,11 +13,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.nn import functional
 
+from actors.distributed.flat_collectives import all_gather, reduce_scatter
 from actors.distributed.stall import wait_for
 from actors.distributed.torch_private import copy_tensors
 from elastic.geometry.regions import chunk_interval
 from pipelines.training.sharding.sharded import as_distributed, count_copies, local_tensor
-from pipelines.training.tensor.collectives import all_gather, reduce_scatter
 
 Finish = Callable[[], None]
 """Waits for a collective that was started, and stores its result."""

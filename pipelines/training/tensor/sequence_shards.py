@@ -10,8 +10,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 from torch.nn import functional
 
+from actors.distributed.flat_collectives import all_gather, reduce_scatter
 from elastic.geometry.regions import chunk_interval
-from pipelines.training.tensor.collectives import all_gather, reduce_scatter
 
 DIM = 1
 """Hidden states are (batch, length, dim)."""

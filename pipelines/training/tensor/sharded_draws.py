@@ -28,6 +28,7 @@ from pipelines.training.workload.drawing import (
     NEW,
     drawn_shape,
     first_tensor,
+    is_in_place,
 )
 from pipelines.training.workload.trees import mapped
 
@@ -168,8 +169,7 @@ class _Drawing:
         return first_tensor(self.args, self.kwargs)
 
     def _dropped(self) -> Tensor:
-        tensor, kwargs = self._tensor, self.kwargs
-        in_place = bool(kwargs.get("inplace")) or any(self.args[3:])
+        tensor, in_place = self._tensor, is_in_place(self.args, self.kwargs)
         mask = self._own(self._call(self._like(tensor).fill_(1)))
         return tensor.mul_(mask) if in_place else tensor * mask
 

@@ -19,9 +19,9 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.nn import functional
 
+from actors.distributed.flat_collectives import all_gather
 from actors.distributed.torch_private import direct_parameters
 from elastic.geometry.regions import chunk_interval
-from pipelines.training.tensor.collectives import all_gather
 from pipelines.training.workload.state import TP_DIMS
 from pipelines.training.workload.workload import ModelShape, Style
 

@@ -13,7 +13,14 @@ from torch.overrides import TorchFunctionMode
 from pipelines.errors import UserError
 from pipelines.training.tensor.unsharded_hidden import cut_parameters
 from pipelines.training.tensor.virtual_ranks import VirtualRank, run_on_ranks
-from pipelines.training.workload.drawing import ATTENTION, FILLS, NEW, drawn_shape, first_tensor
+from pipelines.training.workload.drawing import (
+    ATTENTION,
+    FILLS,
+    NEW,
+    drawn_shape,
+    first_tensor,
+    is_in_place,
+)
 from pipelines.training.workload.seeds import generator_states
 from pipelines.training.workload.state import TP_DIMS
 from pipelines.training.workload.trees import tensors_in
@@ -47,9 +54,8 @@ class ConstantDraws(TorchFunctionMode):
         if function in FILLS:
             return args[0].fill_(CONSTANT)
         if "dropout" in function.__name__:
-            is_in_place = kwargs.get("inplace") or any(args[3:])
             tensor = first_tensor(args, kwargs)
-            return tensor if is_in_place else tensor * 1.0
+            return tensor if is_in_place(args, kwargs) else tensor * 1.0
         if function in NEW:
             return torch.full(shape, CONSTANT, dtype=kwargs.get("dtype"))
         return torch.full_like(first_tensor(args, kwargs), CONSTANT)

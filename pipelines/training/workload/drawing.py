@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -70,14 +70,27 @@ def draws(function: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     """Whether a call of one of `OF_ELEMENTS` draws; a dropout of nothing returns its input."""
     if function is ATTENTION:
         return has_dropout(args, kwargs)
-    return not (function in MASKS and _keeps_all(args, kwargs))
+    return not (function in MASKS and not DropoutCall(*args, **kwargs).drops)
 
 
-def _keeps_all(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
-    """Whether a call of a dropout drops nothing: its probability is 0, or it does not train."""
-    rate = args[1] if len(args) > 1 else kwargs.get("p", 0.5)
-    trains = args[2] if len(args) > 2 else kwargs.get("training", kwargs.get("train", True))
-    return not rate or not trains
+class DropoutCall(NamedTuple):
+    """The arguments of one of `MASKS`."""
+
+    input: Tensor
+    p: float = 0.5
+    training: bool = True
+    inplace: bool = False
+    train: bool = True
+
+    @property
+    def drops(self) -> bool:
+        """Whether it drops anything: its probability is not 0, and it trains."""
+        return bool(self.p and self.training and self.train)
+
+
+def is_in_place(args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether a call of any dropout changes its input."""
+    return bool(kwargs.get("inplace")) or any(args[3:])
 
 
 def first_tensor(args: Sequence[Any], kwargs: dict[str, Any]) -> Tensor:

@@ -97,6 +97,11 @@ def parameter_bytes(module: nn.Module) -> int:
     return sum(parameter.nbytes for parameter in module.parameters())
 
 
+def count_parameters(module: nn.Module) -> int:
+    """The number of a module's parameters, on any device."""
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
 def build_on_host(model: Callable[[], nn.Module], seed: int) -> nn.Module:
     """The module on the host, built with seeded generators, whose state is restored afterwards."""
     with torch.device("cpu"), seeded(seed):

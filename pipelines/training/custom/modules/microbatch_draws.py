@@ -18,6 +18,7 @@ from pipelines.training.workload.drawing import (
     DROPOUTS,
     FILLS,
     OF_ELEMENTS,
+    DropoutCall,
     draws,
     first_tensor,
 )
@@ -107,7 +108,7 @@ class MicrobatchDraws(TorchFunctionMode):
             )
         )
 
-    def _drop(self, chosen: _Dropout) -> Tensor:
+    def _drop(self, chosen: DropoutCall) -> Tensor:
         """As torch's dropout on the host computes, with one multiplication for all microbatches."""
         kept = 1.0 - chosen.p
         noise = torch.empty_like(chosen.input)
@@ -142,20 +143,10 @@ class MicrobatchDraws(TorchFunctionMode):
         return results
 
 
-class _Dropout(NamedTuple):
-    """The arguments of `torch.dropout` or `torch.nn.functional.dropout`."""
-
-    input: Tensor
-    p: float = 0.5
-    training: bool = True
-    inplace: bool = False
-    train: bool = True
-
-
-def _plain_dropout(args: Sequence[Any], kwargs: dict[str, Any]) -> _Dropout | None:
+def _plain_dropout(args: Sequence[Any], kwargs: dict[str, Any]) -> DropoutCall | None:
     """A dropout that draws, of a contiguous tensor on the host; None for another."""
-    chosen = _Dropout(*args, **kwargs)
-    is_plain = chosen.training and chosen.train and 0.0 < chosen.p < 1.0
+    chosen = DropoutCall(*args, **kwargs)
+    is_plain = chosen.drops and chosen.p < 1.0
     tensor = chosen.input
     is_on_host = tensor.device.type == "cpu" and tensor.is_contiguous()
     return chosen if is_plain and is_on_host and tensor.is_floating_point() else None
