@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
+import time
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -57,7 +58,8 @@ def local_folder(place: str, settings: CacheSettings) -> Path:
 
 
 def _use(folder: Path) -> None:
-    os.utime(folder)
+    now_ns = time.time_ns()  # without it, the kernel's clock: two uses within a tick look the same
+    os.utime(folder, ns=(now_ns, now_ns))
     if folder in _in_use and not os.fstat(_in_use[folder]).st_nlink:  # it has been removed
         os.close(_in_use.pop(folder))
     if folder not in _in_use:
