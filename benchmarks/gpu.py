@@ -48,15 +48,26 @@ def _speed(key: str) -> Callable[[Measured], str]:
     return lambda m: f"{m['reshard']['bytes'] / m['reshard'][key] / 1e9:.2f} GB/s each way"
 
 
-def _tokens(key: str) -> Callable[[Measured], str]:
-    return lambda m: f"{m['step']['tokens_a_step'] / m['step'][key]:,.0f}"
+def _tokens(part: str, key: str) -> Callable[[Measured], str]:
+    return lambda m: f"{m[part]['tokens_a_step'] / m[part][key]:,.0f}"
 
 
-def _mfu(measured: Measured) -> str:
-    step = measured["step"]
-    if not step["peak_flops"]:
-        return "the peak of this device is not known"
-    return f"{step['step_flops'] / step['ours_s'] / step['peak_flops']:.1%}"
+def _ratio(part: str) -> Callable[[Measured], str]:
+    return lambda m: f"{m[part]['bare_s'] / m[part]['ours_s']:.3f}"
+
+
+def _mfu(part: str) -> Callable[[Measured], str]:
+    def utilization(measured: Measured) -> str:
+        step = measured[part]
+        if not step["peak_flops"]:
+            return "the peak of this device is not known"
+        return f"{step['step_flops'] / step['ours_s'] / step['peak_flops']:.1%}"
+
+    return utilization
+
+
+def _gib(part: str, key: str) -> Callable[[Measured], str]:
+    return lambda m: f"{m[part][key] / 2**30:.2f} GiB"
 
 
 ROWS = (
@@ -73,12 +84,17 @@ ROWS = (
         lambda m: f"{m['reshard']['extra_bytes'] / 2**20:.0f} MiB",
     ),
     Row("parameters of the transformer", lambda m: f"{m['step']['num_params'] / 1e9:.2f} B"),
-    Row("tokens/s, ours", _tokens("ours_s")),
-    Row("tokens/s, bare loop", _tokens("bare_s")),
-    Row("ours / bare", lambda m: f"{m['step']['bare_s'] / m['step']['ours_s']:.3f}", "0.99"),
-    Row("model FLOPs utilization", _mfu, "45 %"),
-    Row("weights, gradients, optimizer", lambda m: f"{m['step']['state_bytes'] / 2**30:.2f} GiB"),
-    Row("most memory allocated", lambda m: f"{m['step']['peak_bytes'] / 2**30:.2f} GiB"),
+    Row("tokens/s, ours", _tokens("step", "ours_s")),
+    Row("tokens/s, bare loop", _tokens("step", "bare_s")),
+    Row("ours / bare", _ratio("step"), "0.99"),
+    Row("model FLOPs utilization", _mfu("step"), "45 %"),
+    Row("tokens/s with compile=true, ours", _tokens("compiled", "ours_s")),
+    Row("tokens/s with compiled blocks, bare loop", _tokens("compiled", "bare_s")),
+    Row("ours / bare, both compiled", _ratio("compiled"), "0.99"),
+    Row("model FLOPs utilization with compile=true", _mfu("compiled"), "45 %"),
+    Row("weights, gradients, optimizer", _gib("step", "state_bytes")),
+    Row("most memory allocated", _gib("step", "peak_bytes")),
+    Row("the same, predicted by the memory model", _gib("step", "predicted_bytes")),
     Row("step of 150 M parameters without copies", _ms("stalls", "without_copies_s")),
     Row("the same with a snapshot of each step", _ms("stalls", "with_snapshots_s")),
     Row(
@@ -144,6 +160,7 @@ def measure(device: str, num_kills: int) -> Measured:
         "groups": lambda: gpu_groups.measure(device),
         "reshard": lambda: gpu_reshard.measure(device, 2**31 if device == "cuda" else 2**24),
         "step": lambda: gpu_step.measure(device),
+        "compiled": lambda: gpu_step.measure(device, compiled=True),
         "stalls": lambda: gpu_runs.measure_stalls(device, changes),
         "kills": lambda: gpu_runs.measure_kills(device, changes, num_kills),
     }

@@ -20,14 +20,16 @@ from torch import Tensor
 from torch.multiprocessing import start_processes
 
 from actors.runtime.program import StateBytes
+from elastic.geometry.layout import Layout
 from elastic.geometry.regions import Region
 from elastic.geometry.sample_order import batch_ids, sample_of
+from elastic.planner.worker_memory import worker_memory
 from elastic.protocol.votes import Vote
+from pipelines.run.job import job_of
 from pipelines.run.program import TrainingProgram
 from pipelines.settings import DataSettings, OptimizerSettings, TrainSettings, TransformerSettings
 from pipelines.training.replica.warm_up import group_of_one
 from pipelines.training.workload.parallel_groups import ALONE
-from pipelines.training.workload.state import initial_value
 
 LARGE = TrainSettings(
     model=TransformerSettings(
@@ -58,18 +60,18 @@ Step = Callable[[int], float]
 """Trains one step, counted from 1, and returns its mean loss."""
 
 
-def measure(device: str) -> dict[str, float]:
+def measure(device: str, compiled: bool = False) -> dict[str, float]:
     """The seconds of a step of both, and the bytes and operations of ours; in a process of its own,
-    which frees the device."""
+    which frees the device. `compiled`: with the blocks of both compiled by torch."""
     with TemporaryDirectory() as folder:
-        arguments = (device, Path(folder))
+        arguments = (device, compiled, Path(folder))
         start_processes(_measure_here, arguments, 1, start_method="spawn")
         results: dict[str, float] = json.loads((Path(folder) / "results").read_text())
     return results
 
 
-def _measure_here(_: int, device: str, folder: Path) -> None:
-    settings = LARGE if device == "cuda" else SMALL
+def _measure_here(_: int, device: str, compiled: bool, folder: Path) -> None:
+    settings = (LARGE if device == "cuda" else SMALL).model_copy(update={"compile": compiled})
     program = TrainingProgram(settings.model_dump(mode="json"), device=device)
     results = {"tokens_a_step": float(settings.batch * settings.data.seq_len)}
     results |= _measure_ours(program)
@@ -89,6 +91,7 @@ def _measure_ours(program: TrainingProgram) -> dict[str, float]:
             "our_loss": loss,
             "state_bytes": float(_total(sizes())),
             "peak_bytes": _peak_bytes(),
+            "predicted_bytes": _predicted_bytes(program),
             "step_flops": figures.step_flops or 0.0,
             "peak_flops": figures.peak_flops or 0.0,
             "num_params": sum(
@@ -117,8 +120,9 @@ def our_step(program: TrainingProgram) -> Iterator[tuple[Step, Callable[[], Stat
     """A step as a worker trains it, with its vote over a group of one."""
     with group_of_one(program.device) as groups:
         replica = program.build(groups)
-        specs = program.specs()
-        replica.adopt({s.name: program.initial(s, Region.whole(s.shape)) for s in specs})
+        specs = [spec for spec in program.specs() if spec.kind != "parameter"]
+        moments = {spec.name: program.initial(spec, Region.whole(spec.shape)) for spec in specs}
+        replica.adopt({**_weights(program), **moments})
 
         def step(number: int) -> float:
             sums = replica.compute(number, _interrupt_never).tolist()
@@ -131,17 +135,29 @@ def our_step(program: TrainingProgram) -> Iterator[tuple[Step, Callable[[], Stat
         yield step, replica.state_bytes
 
 
+def _weights(program: TrainingProgram) -> dict[str, Tensor]:
+    """Values of all parameters, drawn by the device: those of a run are drawn by the host, which
+    would take longer than the measurement."""
+    generator = torch.Generator(program.device).manual_seed(0)
+    weights = {}
+    for spec in program.specs():
+        if spec.kind == "parameter":
+            value = torch.ones(spec.shape, device=program.device)
+            is_norm = len(spec.shape) == 1
+            weights[spec.name] = value if is_norm else value.normal_(0, 0.02, generator=generator)
+    return weights
+
+
 def bare_step(program: TrainingProgram) -> Step:
     workload, settings, device = program.workload, program.settings, program.device
     with device:
         module = workload.module().to(torch.bfloat16)
+    if settings.compile:
+        for block in workload.blocks(module):
+            block.compile()
     weights = dict(module.named_parameters())
-    values = {
-        spec.name: initial_value(workload, settings, spec, Region.whole(spec.shape))
-        for spec in program.specs()
-        if spec.kind == "parameter"
-    }
-    masters = {name: values[name].to(device, torch.float32) for name in weights}
+    values = _weights(program)
+    masters = {name: values[name].float() for name in weights}
     chosen = settings.optimizer
     groups = [
         {"params": _chosen(masters, lambda ndim: ndim > 1), "weight_decay": chosen.weight_decay},
@@ -181,6 +197,11 @@ def _total(sizes: StateBytes) -> int:
 
 def _peak_bytes() -> float:
     return float(torch.cuda.max_memory_allocated()) if torch.cuda.is_available() else 0.0
+
+
+def _predicted_bytes(program: TrainingProgram) -> float:
+    job = job_of(program.settings, program, tp_degrees=[1])
+    return float(worker_memory(job, Layout(dp=1)).total)
 
 
 def _interrupt_never() -> None:

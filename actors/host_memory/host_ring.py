@@ -2,8 +2,9 @@
 
 One ring serves a whole process: snapshots, checkpoint parts and resharding. It is allocated once,
 since pinning memory is slow and blocks the GPU. A copy out of the device fills slots on a side
-stream, each followed by an event, and the calling thread empties each slot once its event is
-complete. Neither the host nor the compute stream of the device waits for anything else.
+stream, each followed by an event, and threads of the ring empty each slot once its event is
+complete: one thread copies more slowly than the link to the device. Neither the host nor the
+compute stream of the device waits for anything else.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -56,10 +58,6 @@ class RingSlot:
         return flat.view(piece.source.shape)
 
 
-FilledSlots = deque[tuple[RingSlot, list[SlotPiece]]]
-"""The slots that one copy has filled and not emptied yet, the oldest first."""
-
-
 class HostRing:
     """Copies in both directions; any number of threads may copy at once."""
 
@@ -72,6 +70,7 @@ class HostRing:
         self._waiting: deque[object] = deque()
         """One object for each thread that waits for a slot, first come, first served."""
         self._changed = threading.Condition()
+        self._emptiers = ThreadPoolExecutor(num_slots, thread_name_prefix="host ring")
 
     def download(
         self,
@@ -86,21 +85,22 @@ class HostRing:
         which the sources may change (None: there was nothing to copy). `check` may raise between
         two slots. After any exception nothing reads the sources any more.
         """
-        filled: FilledSlots = deque()
+        emptying: deque[Future[None]] = deque()
         event = None
         try:
             self.engine.wait_for_compute(ready)
             for pieces in _batches(pairs, self._slot_bytes):
                 check()
-                while (slot := self._take(can_wait=not filled)) is None:
-                    self._empty_oldest(filled)
-                filled.append((slot, pieces))
+                while emptying and emptying[0].done():
+                    emptying.popleft().result()
+                slot = self._take()
                 event = self._fill(slot, pieces)
+                emptying.append(self._emptiers.submit(self._empty, slot, pieces))
             on_issued(event)
-            while filled:
-                self._empty_oldest(filled)
+            for emptied in emptying:
+                emptied.result()
         finally:
-            self._abandon(filled)
+            wait(emptying)
 
     def upload(self, pairs: Iterable[TensorPair]) -> None:
         """Copy tensors of host memory to the device.
@@ -112,8 +112,7 @@ class HostRing:
         engine.wait_for_compute(engine.record_compute())
         try:
             for pieces in _batches(pairs, self._slot_bytes):
-                slot = self._take(can_wait=True)
-                assert slot is not None
+                slot = self._take()
                 try:
                     for piece in pieces:
                         slot.view_of(piece).copy_(piece.source)
@@ -124,12 +123,9 @@ class HostRing:
         finally:
             engine.hold_compute(engine.record_copies())
 
-    def _take(self, can_wait: bool) -> RingSlot | None:
-        """A free slot that the device no longer uses. A thread that has filled slots itself must
-        not wait, as the others may wait for these: it gets None if no slot is free for it."""
+    def _take(self) -> RingSlot:
+        """A slot that the device no longer uses."""
         with self._changed:
-            if not can_wait and (self._waiting or not self._free):
-                return None
             ticket = object()
             self._waiting.append(ticket)
             try:
@@ -154,33 +150,27 @@ class HostRing:
             self._changed.notify_all()
 
     def _fill(self, slot: RingSlot, pieces: list[SlotPiece]) -> CopyEvent:
-        """Issue the copies of a batch; the event is recorded even if one of them fails."""
+        """Issue the copies of a batch. If one of them fails, wait for the others and give the slot
+        back."""
         try:
             for piece in pieces:
                 self.engine.copy(slot.view_of(piece), piece.source)
-        finally:
             slot.event = self.engine.record_copies()
+        except BaseException:
+            self.engine.record_copies().synchronize()
+            self._give_back(slot)
+            raise
         return slot.event
 
-    def _empty_oldest(self, filled: FilledSlots) -> None:
-        """Copy the oldest filled slot to its targets, and give it back."""
-        slot, pieces = filled[0]
-        if slot.event is not None:
-            slot.event.synchronize()
-        for piece in pieces:
-            piece.target.copy_(slot.view_of(piece))
-        filled.popleft()
-        self._give_back(slot)
-
-    def _abandon(self, filled: FilledSlots) -> None:
-        """After an exception: wait until the device has filled the slots, then give them back."""
+    def _empty(self, slot: RingSlot, pieces: list[SlotPiece]) -> None:
+        """Copy a filled slot to its targets, and give it back."""
         try:
-            for slot, _ in filled:
-                if slot.event is not None:
-                    slot.event.synchronize()
+            if slot.event is not None:
+                slot.event.synchronize()
+            for piece in pieces:
+                piece.target.copy_(slot.view_of(piece))
         finally:
-            for slot, _ in filled:
-                self._give_back(slot)
+            self._give_back(slot)
 
 
 def _batches(pairs: Iterable[TensorPair], slot_bytes: int) -> Iterator[list[SlotPiece]]:

@@ -8,7 +8,6 @@ from hashlib import sha256
 from pathlib import Path
 from typing import Any
 
-from actors.ray_backend.cluster.connection import will_be_private
 from pipelines.errors import UserError
 from pipelines.loop.script import Script
 from pipelines.loop.trial import try_body
@@ -61,8 +60,6 @@ def refuse_unfit_recipe(program: TrainingProgram, tries_body: bool = False) -> t
     refuse_without_dims(module)
     workload.blocks(module)
     refuse_unfit(optimizer_factory_of(workload, settings), trained_dims(module))
-    # The machines of a cluster may have GPUs, without which the body may not run.
-    tries_body = tries_body and (settings.accelerator == "cpu" or will_be_private())
     if tries_body and program.loop is not None and isinstance(workload, CustomWorkload):
         note = try_body(program.loop, workload)
         return (note,) if note else ()

@@ -19,6 +19,7 @@ from rich.console import Console
 from actors.controller.run import RunSpec
 from actors.controller.run_opening import repair_command
 from actors.ray_backend.actor_names import NAMESPACE
+from actors.ray_backend.cluster.connection import will_be_private
 from actors.ray_backend.cluster.ray_private import job_folder
 from actors.ray_backend.cluster.resources import NoSuchAccelerator, choose_resources
 from actors.ray_backend.controller import DriverReport
@@ -169,7 +170,7 @@ def _exit_without_ray(outcome: Stopped, signal_number: int) -> NoReturn:
 def plan_on_this_machine(request: TrainRequest) -> RunPlan:
     """The plan of a run that this machine drives. Raises `UserError`."""
     _refuse_job_folder(request)
-    plan = make_plan(request, torch.cuda.device_count())
+    plan = make_plan(request, torch.cuda.device_count(), not will_be_private())
     refuse_unstartable(plan, request.detach)
     return plan
 

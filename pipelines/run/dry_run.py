@@ -11,6 +11,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+from actors.ray_backend.cluster.connection import will_be_private
 from actors.storage.checkpoint_files import find_checkpoints
 from actors.storage.lease import owner_of
 from elastic.geometry.errors import Infeasible
@@ -43,7 +44,9 @@ def dry_run(request: TrainRequest, console: Console) -> int:
     found = _data(request, settings) if reads_text else None
     is_prepared = found is None or found.is_there()
     plan = make_plan(
-        request if is_prepared else _with_random_data(request), torch.cuda.device_count()
+        request if is_prepared else _with_random_data(request),
+        torch.cuda.device_count(),
+        not will_be_private(),
     )
     refuse_unstartable(plan, request.detach)
     folder = RunFolder.of(plan.folder.storage, request.run_name or plan.folder.name)

@@ -131,9 +131,10 @@ class RunPlan:
     callbacks: tuple[NamedCallback, ...] = ()
 
 
-def make_plan(request: TrainRequest, num_gpus: int) -> RunPlan:
+def make_plan(request: TrainRequest, num_gpus: int, on_cluster: bool = False) -> RunPlan:
     """Check a request before anything is started or written, and make its plan.
 
+    `on_cluster` says that machines of a cluster may train, whose devices are not known here.
     Raises `UserError` with a message of one line.
     """
     request.refuse_unreadable()
@@ -156,7 +157,9 @@ def make_plan(request: TrainRequest, num_gpus: int) -> RunPlan:
         program = TrainingProgram(**{**factory.kwargs, "device": "cpu"})
         notes: tuple[str, ...] = ()
         if custom is not None:
-            notes = refuse_unfit_recipe(program, request.tries_script and not num_gpus)
+            # The body may not run without the GPUs that train.
+            has_device = not num_gpus and (settings.accelerator == "cpu" or not on_cluster)
+            notes = refuse_unfit_recipe(program, request.tries_script and has_device)
         job = job_of(settings, program)
         _refuse_impossible_layout(policy, target_layout, job)
         recipe = _recipe(request, policy, factory, program)

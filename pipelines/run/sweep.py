@@ -13,6 +13,7 @@ import torch
 from rich.console import Console
 
 from actors.controller.run import RunSpec
+from actors.ray_backend.cluster.connection import will_be_private
 from actors.ray_backend.driver import Drive, close_cluster, end_actors
 from actors.storage.checkpoint_files import FOLDER as CHECKPOINTS
 from actors.storage.errors import ControllerLost
@@ -146,7 +147,7 @@ def _trial(request: SweepRequest, folder: Path, layout: Layout, num_gpus: int) -
         data_cache=str(Path(storage) / "data"),
     )
     try:
-        return Trial(layout, make_plan(run, num_gpus))
+        return Trial(layout, make_plan(run, num_gpus, not will_be_private()))
     except LayoutRefused as error:
         return Trial(layout, None, refused(layout, str(error).removeprefix("--layout: ")))
 

@@ -5,15 +5,11 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-import torch
 from gpu_groups import separate_hosts
 
 from pipelines.run.program import TrainingProgram
 
-NEEDS_GPU = [
-    pytest.mark.gpu,
-    pytest.mark.skipif(not torch.cuda.is_available(), reason="no GPU"),
-]
+NEEDS_GPU = [pytest.mark.gpu, pytest.mark.usefixtures("gpu")]
 
 
 def program(**kwargs: Any) -> TrainingProgram:

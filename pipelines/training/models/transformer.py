@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from pipelines.settings import TransformerSettings
 from pipelines.training.attention.document_attention import DocumentAttention
 from pipelines.training.attention.ring_attention import ring_attention
+from pipelines.training.attention.rotary import rotary, rotate
 from pipelines.training.models.experts import FeedForward, MixtureOfExperts
 from pipelines.training.models.keyed_dropout import KeyedDropout
 from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups
@@ -141,28 +142,6 @@ class Attention(nn.Module):
             attended = frame.attend(query, key, value)
         output: Tensor = self.wo(attended.transpose(1, 2).flatten(2))
         return output
-
-
-def rotary(positions: Tensor, head_dim: int, theta: float) -> Tensor:
-    """Cosines and sines of the angles of positions (length,), float64, shape (2, length,
-    head_dim / 2).
-
-    Su et al., RoFormer, 2021: angle `position * theta ** (-2 i / head_dim)`.
-    """
-    device = positions.device
-    powers = torch.arange(0, head_dim, 2, dtype=torch.float64, device=device) / head_dim
-    angles = torch.outer(positions.double(), theta**-powers)
-    return torch.stack((angles.cos(), angles.sin()))
-
-
-def rotate(heads: Tensor, rotation: Tensor) -> Tensor:
-    """Rotate each pair (i, i + head_dim / 2) of heads (batch, heads, length, head_dim) in float32
-    or better."""
-    exact = torch.promote_types(heads.dtype, torch.float32)
-    cosine, sine = rotation.to(exact)
-    first, second = heads.to(exact).chunk(2, dim=-1)
-    turned = torch.cat((first * cosine - second * sine, second * cosine + first * sine), dim=-1)
-    return turned.to(heads.dtype)
 
 
 def initial_std(name: str, settings: TransformerSettings) -> float:
