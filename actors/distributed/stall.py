@@ -1,8 +1,9 @@
-"""Detection of a training thread that Gloo will not wake before the group's timeout.
+"""Detection of a training thread that no abort wakes before the group's timeout.
 
 When a connection breaks, Gloo (`Pair::signalException` in transport/tcp/pair.cc) fails neither the
 queued outgoing messages nor a half-received one, so a thread that waits for them stays blocked.
-Such a thread is abandoned, and another replaces it.
+NCCL leaves a thread that connects two ranks in the launch of their first exchange. Such a thread is
+abandoned, and another replaces it.
 """
 
 from __future__ import annotations
@@ -16,11 +17,11 @@ from types import FrameType
 import torch
 from torch.distributed import Work
 
-from actors.distributed.backends.waiting import waiting
+from actors.distributed.backends.waiting import launching, waiting
 from actors.runtime.substitute_thread import working_thread
 
 STALL_S = 0.1
-"""A thread that Gloo wakes raises within 0.01 s after its connections have been shut."""
+"""A thread that an abort wakes raises within 0.01 s."""
 
 _TORCH = os.path.dirname(torch.__file__) + os.sep
 _LOADERS = os.path.join(_TORCH, "utils", "data")
@@ -39,29 +40,43 @@ class StallDetector:
         self._position: tuple[FrameType, float | None] | None = None
         self._since = 0.0
 
+    @property
+    def is_in_launch(self) -> bool:
+        """Whether the thread launches an exchange; see `launching`."""
+        frame = self._frame()
+        while frame is not None:
+            if frame.f_code is launching.__code__:
+                return True
+            frame = frame.f_back
+        return False
+
     def lasts(self) -> bool:
         """Whether the thread has waited in torch for `STALL_S`: in one wait for other ranks, or
         elsewhere without processor time. NCCL uses some while it waits.
 
         User code that hangs does not count: another thread would hang there again.
         """
-        ident = self._thread.ident
-        if ident is None or not self._thread.is_alive():
-            return False
-        ident = working_thread(ident)
-        frame = sys._current_frames().get(ident)
-        spent_s = time.clock_gettime(time.pthread_getcpuclockid(ident))
-        position = None
-        if frame is not None and _waits_in_torch(frame):
-            position = (frame, None if _waits_for_ranks(frame) else spent_s)
+        frame = self._frame()
+        position: tuple[FrameType, float | None] | None = None
+        if frame is not None and (self.is_in_launch or _waits_for_ranks(frame)):
+            position = (frame, None)
+        elif frame is not None and _is_in_torch(frame):
+            assert self._thread.ident is not None
+            clock = time.pthread_getcpuclockid(working_thread(self._thread.ident))
+            position = (frame, time.clock_gettime(clock))
         if position is None or position != self._position:
             self._position, self._since = position, time.monotonic()
         return time.monotonic() - self._since > STALL_S
 
+    def _frame(self) -> FrameType | None:
+        """What the thread executes; None before it begins and after it ends."""
+        ident = self._thread.ident
+        if ident is None or not self._thread.is_alive():
+            return None
+        return sys._current_frames().get(working_thread(ident))
 
-def _waits_in_torch(frame: FrameType) -> bool:
-    if _waits_for_ranks(frame):
-        return True
+
+def _is_in_torch(frame: FrameType) -> bool:
     file = frame.f_code.co_filename
     return file.startswith(_TORCH) and not file.startswith(_LOADERS)
 

@@ -301,7 +301,7 @@ class Worker:
                 assert_never(order)
 
     def _abort_groups(self, generation: int) -> None:
-        """Abort the groups again and again until the training thread has unwound. If Gloo does not
+        """Abort the groups again and again until the training thread has unwound. If that does not
         wake it, replace it by a substitute thread."""
         deadline = time.monotonic() + self._options.collective_timeout_s
         stall = StallDetector(self._thread)
@@ -309,7 +309,8 @@ class Worker:
             formation = self._trainer.formation if self._trainer else None
             if formation is not None:
                 formation.abort()
-                if formation.can_lose_wake_ups and stall.lasts():
+                may_last = formation.can_lose_wake_ups or stall.is_in_launch
+                if may_last and stall.lasts():
                     self._start_substitute(formation)
             time.sleep(REPEAT_BREAK_S)
 

@@ -134,8 +134,8 @@ class RunPlan:
 def make_plan(request: TrainRequest, num_gpus: int, on_cluster: bool = False) -> RunPlan:
     """Check a request before anything is started or written, and make its plan.
 
-    `on_cluster` says that machines of a cluster may train, whose devices are not known here.
-    Raises `UserError` with a message of one line.
+    `on_cluster`: machines of a cluster may train, whose devices are not known here, so a script is
+    not tried out. Raises `UserError` with a message of one line.
     """
     request.refuse_unreadable()
     settings, custom = settings_of(request)
@@ -147,7 +147,6 @@ def make_plan(request: TrainRequest, num_gpus: int, on_cluster: bool = False) ->
     target_layout = _target_layout(request.layout, policy)
     faults, draining_workers = parse_faults(request.inject)
     settings = _with_places(settings, request, folder)
-    tracking_uri = _tracking_uri(request)
     options = worker_options(folder.url, settings, faults, request.profile)
     refuse_unusable(folder)
     data_cache = request.data_cache or named_storage(request.storage).at("data").url
@@ -157,9 +156,8 @@ def make_plan(request: TrainRequest, num_gpus: int, on_cluster: bool = False) ->
         program = TrainingProgram(**{**factory.kwargs, "device": "cpu"})
         notes: tuple[str, ...] = ()
         if custom is not None:
-            # The body may not run without the GPUs that train.
-            has_device = not num_gpus and (settings.accelerator == "cpu" or not on_cluster)
-            notes = refuse_unfit_recipe(program, request.tries_script and has_device)
+            knows_device = settings.accelerator == "cpu" or not (num_gpus or on_cluster)
+            notes = refuse_unfit_recipe(program, request.tries_script and knows_device)
         job = job_of(settings, program)
         _refuse_impossible_layout(policy, target_layout, job)
         recipe = _recipe(request, policy, factory, program)
@@ -174,7 +172,7 @@ def make_plan(request: TrainRequest, num_gpus: int, on_cluster: bool = False) ->
         options=replace(options, max_snapshot_bytes=most_bytes(program.specs())),
         draining_workers=draining_workers,
         observers=(
-            _sidecar(folder, tracking_uri, request.experiment, notify_url, settings.notify_after_s),
+            _sidecar(folder, _tracking_uri(request), request.experiment, notify_url, settings.notify_after_s),
         ),
         driver_timeout_s=settings.failure.driver_timeout_s,
         orphan_timeout_s=settings.failure.orphan_timeout_s,
@@ -187,7 +185,7 @@ def make_plan(request: TrainRequest, num_gpus: int, on_cluster: bool = False) ->
         settings,
         policy.max_workers,
         bool(num_gpus),
-        tracking_uri,
+        _tracking_uri(request),
         recipe,
         request.per_worker,
         notes,

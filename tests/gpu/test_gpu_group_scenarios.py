@@ -10,7 +10,7 @@ import pytest
 from gpu_groups import separate_hosts
 from group_scenarios import ABORT_AFTER_S, WORKERS, run_rank
 from one_gpu import NEEDS_GPU
-from test_group_backends import MAX_ABORT_S, assert_recovered, run_scenario
+from test_group_backends import DEATHS, MAX_ABORT_S, assert_recovered, run_scenario
 
 pytestmark = NEEDS_GPU
 
@@ -39,7 +39,7 @@ def test_death_in_forming_strands_no_survivor(tmp_path: Path, scenario: str) -> 
         assert values["blocked_s"] < ABORT_AFTER_S + MAX_ABORT_S, worker
 
 
-@pytest.mark.parametrize("scenario", ["death_in_collective", "death_before_collective"])
+@pytest.mark.parametrize("scenario", DEATHS)
 def test_survivors_of_a_death_form_again(tmp_path: Path, scenario: str) -> None:
     assert_recovered(run_on_gpu(tmp_path, scenario, 3))
 

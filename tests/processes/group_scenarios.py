@@ -21,6 +21,7 @@ from torch.distributed import ProcessGroup, TCPStore
 
 from actors.distributed.backends.backend import GroupBackend, backend_of
 from actors.distributed.backends.nccl import GroupsAborted, Nccl, NcclBackend
+from actors.distributed.backends.waiting import launching
 from actors.distributed.groups import Formation
 from actors.distributed.stall import StallDetector, wait_for
 from elastic.geometry.assignment import Assignment
@@ -89,11 +90,13 @@ class Rank:
         stall = StallDetector(thread)
         while thread.is_alive():
             formation.abort()
-            if self.device.type == "cuda" and formation.can_lose_wake_ups and stall.lasts():
+            may_last = self.backend.can_be_left and formation.can_lose_wake_ups
+            if (may_last or stall.is_in_launch) and stall.lasts():
                 break
             thread.join(REPEAT_ABORT_S)
         self.measured["blocked_s"] = time.monotonic() - began
-        assert self.has_raised or self.device.type == "cuda", "NCCL may also return, with garbage"
+        is_on_gpu = self.device.type == "cuda"  # NCCL may also return, with garbage
+        assert self.has_raised or is_on_gpu or thread.is_alive()
         formation.abort()
         formation.dissolve()
 
@@ -235,6 +238,26 @@ def survive_death(rank: Rank, before: Callable[[Formation], None]) -> None:
     rank.measured["recovered_s"] = time.monotonic() - began
 
 
+def death_in_launch(rank: Rank) -> None:
+    """w2 dies before the others first exchange with it: an abort does not end the launch."""
+    formation = rank.formation(1, WORKERS[:3])
+    formation.form()
+    rank.meet("the death", 3)
+    if rank.worker == "w2":
+        rank.die()
+
+    def receive() -> None:
+        if rank.device.type == "cuda":
+            launching(dist.recv, torch.ones(4, device=rank.device), 2)
+        else:
+            launching(time.sleep, TIMEOUT_S)
+
+    rank.expect_abort(formation, receive)
+    began = time.monotonic()
+    rank.train(2, WORKERS[:2])
+    rank.measured["recovered_s"] = time.monotonic() - began
+
+
 def collectives(world: ProcessGroup, device: torch.device) -> dict[str, Callable[[], object]]:
     """Calls that block, since not all ranks make them."""
     ones = torch.ones(4, device=device)
@@ -249,7 +272,7 @@ def collectives(world: ProcessGroup, device: torch.device) -> dict[str, Callable
         "broadcast": lambda: dist.broadcast(ones, 1),
         "gather": lambda: dist.all_gather(tensors, ones),
         "barrier": lambda: wait_for(world.barrier()),
-        "receive": lambda: dist.recv(ones, peer),
+        "receive": lambda: launching(dist.recv, ones, peer),
     }
 
 

@@ -79,7 +79,10 @@ def test_death_in_forming_strands_no_survivor(tmp_path: Path, backend: str, scen
         assert values["blocked_s"] < ABORT_AFTER_S + MAX_ABORT_S, worker
 
 
-@pytest.mark.parametrize("scenario", ["death_in_collective", "death_before_collective"])
+DEATHS = ["death_in_collective", "death_before_collective", "death_in_launch"]
+
+
+@pytest.mark.parametrize("scenario", DEATHS)
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_survivors_of_a_death_form_again(tmp_path: Path, backend: str, scenario: str) -> None:
     measured = run_scenario(tmp_path, backend, scenario, 3)

@@ -18,7 +18,7 @@ from torch.distributed import ProcessGroup, Store, Work
 from torch.distributed import distributed_c10d as c10d
 from torch.distributed.tensor import DTensor
 
-from actors.distributed.backends.waiting import waiting
+from actors.distributed.backends.waiting import launching
 
 NUM_GLOO_THREADS = 2
 """Threads of each group: torch's own default."""
@@ -107,7 +107,7 @@ def exchange_all(
         group._start_coalescing(device)
     works = [group.recv([message.tensor], message.peer, message.tag) for message in receives]
     works += [group.send([message.tensor], message.peer, message.tag) for message in sends]
-    return [waiting(group._end_coalescing, device)] if on_gpu else works
+    return [launching(group._end_coalescing, device)] if on_gpu else works
 
 
 def flight_recorder(device_type: str) -> dict[str, Any]:

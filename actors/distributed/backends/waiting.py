@@ -12,3 +12,10 @@ def waiting(call: Callable[..., Returned], *arguments: Any) -> Returned:
     """Call a function that is not Python code and waits for other ranks, in a frame that
     `StallDetector` recognizes as a wait in torch."""
     return call(*arguments)
+
+
+def launching(call: Callable[..., Returned], *arguments: Any, **keywords: Any) -> Returned:
+    """Launch an exchange of two or more ranks. NCCL connects two ranks when they first exchange and
+    waits for that in the launch, in vain after an abort: `StallDetector` recognizes the frame, and
+    the thread may be left behind."""
+    return call(*arguments, **keywords)

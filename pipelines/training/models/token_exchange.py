@@ -11,6 +11,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.distributed import ProcessGroup
 
+from actors.distributed.backends.waiting import launching
+
 
 class Routing:
     """The numbers of rows that this rank sends to each expert and receives for its own.
@@ -28,7 +30,7 @@ class Routing:
         if self._num_ranks == 1:
             return
         self.received = torch.empty_like(counts)
-        dist.all_to_all_single(self.received, counts, group=group)
+        launching(dist.all_to_all_single, self.received, counts, group=group)
         both = torch.stack((counts, self.received)).view(2, self._num_ranks, -1)
         self._on_host = both.to("cpu", non_blocking=True)
         self._copied = torch.cuda.Event() if counts.device.type == "cuda" else None
@@ -122,7 +124,8 @@ def _exchanged(
     rows: Tensor, to_each: list[int], from_each: list[int], group: ProcessGroup
 ) -> Tensor:
     received = rows.new_empty(sum(from_each), *rows.shape[1:])
-    dist.all_to_all_single(received, rows.contiguous(), from_each, to_each, group=group)
+    rows = rows.contiguous()
+    launching(dist.all_to_all_single, received, rows, from_each, to_each, group=group)
     return received
 
 

@@ -10,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from actors.distributed.backends.waiting import launching
 from actors.distributed.stall import wait_for
 from actors.runtime.program import Groups, Interrupt
 from elastic.geometry.regions import chunk_interval
@@ -176,7 +177,8 @@ class OwnedSharded:
         incoming = torch.empty(sum(map(sum, sizes)), dtype=like.dtype, device=self.device)
         to_each = [sum(tensor.numel() for tensor in tensors) for tensors in sent]
         from_each = [sum(from_one) for from_one in sizes]
-        work = dist.all_to_all_single(
+        work = launching(
+            dist.all_to_all_single,
             incoming,
             outgoing.to(self.device, like.dtype),
             from_each,

@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from actors.distributed.backends.waiting import launching
 from actors.distributed.stall import wait_for
 
 CPU_TILE = 256
@@ -168,7 +169,7 @@ class Hop:
             dist.P2POp(dist.isend, block, group=ring.group, group_peer=following),
             dist.P2POp(dist.irecv, self._arriving, group=ring.group, group_peer=previous),
         ]
-        self._works = dist.batch_isend_irecv(operations)
+        self._works = launching(dist.batch_isend_irecv, operations)
 
     def wait(self) -> Tensor:
         for work in self._works:
