@@ -171,9 +171,7 @@ def make_plan(request: TrainRequest, num_gpus: int, on_cluster: bool = False) ->
         program=replace(factory, kwargs=shipped(factory.kwargs, request.recipe, request.arguments)),
         options=replace(options, max_snapshot_bytes=most_bytes(program.specs())),
         draining_workers=draining_workers,
-        observers=(
-            _sidecar(folder, _tracking_uri(request), request.experiment, notify_url, settings.notify_after_s),
-        ),
+        observers=(_sidecar(folder, request, notify_url, settings.notify_after_s),),
         driver_timeout_s=settings.failure.driver_timeout_s,
         orphan_timeout_s=settings.failure.orphan_timeout_s,
         detached=request.detach,
@@ -264,16 +262,12 @@ def _recipe(
 
 
 def _sidecar(
-    folder: RunFolder,
-    tracking_uri: str,
-    experiment: str,
-    notify_url: str | None,
-    notify_after_s: float,
+    folder: RunFolder, request: TrainRequest, notify_url: str | None, notify_after_s: float
 ) -> Factory:
     kwargs = {
         "run_folder": folder.url,
-        "tracking_uri": tracking_uri,
-        "experiment": experiment,
+        "tracking_uri": _tracking_uri(request),
+        "experiment": request.experiment,
         "notify_url": notify_url,
         "notify_after_s": notify_after_s,
     }
