@@ -89,7 +89,7 @@ def try_form(state: ControllerState, now: float) -> list[Command]:
         commands += mark_missing(state, now, source.step)
     state.generation = assignment.generation
     state.layouts.former = None
-    state.steps.unheard, state.steps.stalled = (0, 0), ()
+    state.steps.begin_generation()
     if source.step < state.committed_step:
         commands.append(_roll_back(state, source))
         commands += drop_voided(state)

@@ -73,18 +73,18 @@ class StepDuty(Duty):
     unheard: tuple[int, int] = (0, 0)
     """First and last step of which only the records were received, not the votes: their parts show
     which of them were saved."""
-    last_vote: Vote | None = None
+    last_vote: Vote | None = None  # the newest of this generation that any worker has read
     recent_step_s: list[float] = field(default_factory=list)
-    timed_layout: Layout | None = None
-    """The layout of the steps in `recent_step_s`."""
+    timed_layout: Layout | None = None  # of the steps in `recent_step_s`
     boundary_at: float = 0.0
     """When the members were last known to be at a step boundary. They pass others while the
     controller is away, so this time does not move."""
     stalled: tuple[str, ...] = ()
     """Workers of this generation whose training threads stalled, the longest stall first."""
 
-    def roll_back(self, step: int) -> None:
-        self.last_vote = None
+    def begin_generation(self) -> None:
+        """A vote decides a step of its own generation only."""
+        self.unheard, self.last_vote, self.stalled = (0, 0), None, ()
 
     def median_s(self) -> float:
         """Median step time, 0 if no step was timed."""

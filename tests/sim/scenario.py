@@ -309,6 +309,8 @@ def drawn_with_broken_nodes(seed: int) -> Scenario:
         num_broken = 1  # the median node must be healthy to show which are broken
     num_broken = min(num_broken, max_workers - 1)  # some worker has a healthy node
     healthy_capacity = scenario.workers_per_node * (scenario.num_nodes - num_broken)
+    if healthy_capacity * (scenario.memory_bytes or 10**6) < 1.2 * scenario.job.state_bytes:
+        scenario.memory_bytes = None  # the broken node would be needed, on which no run can last
     scenario.policy = replace(
         scenario.policy,
         min_workers=min(scenario.policy.min_workers, healthy_capacity),
