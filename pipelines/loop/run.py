@@ -16,6 +16,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
 from actors.runtime.program import Evaluation
+from pipelines.errors import UserError
 from pipelines.loop.declaration import Declaration, EvaluationSetup, StepCounts
 from pipelines.loop.microbatch_state import CarriedTensor, MicrobatchStates
 from pipelines.loop.prepared.called_module import CalledModels
@@ -38,6 +39,7 @@ from pipelines.loop.step import Step
 from pipelines.loop.tensor_plans import TensorPlans
 from pipelines.settings.recipe import Dataset
 from pipelines.training.models.joined_model import joined
+from pipelines.training.workload.clipping import Clipping
 
 
 class Run:
@@ -155,16 +157,22 @@ class Run:
         microbatches: int = 8,
         max_grad_norm: float | None = None,
         updates_per_batch: int = 1,
+        max_grad_value: float | None = None,
     ) -> Iterator[Step]:
         """The remaining steps of `num_steps`, counted from 1; compute each within `with step:`.
 
         A step's gradient is the mean over `microbatches` microbatches, whatever the number of
-        workers; its norm is clipped to `max_grad_norm`. `updates_per_batch` steps in a row train
-        on the same batch; `step.update` counts them from 0. A `break` ends the run with the last
-        committed step. Code below the loop runs on the first worker.
+        workers; its norm is clipped to `max_grad_norm`, and its elements to `max_grad_value` in
+        both directions. `updates_per_batch` steps in a row train on the same batch;
+        `step.update` counts them from 0. A `break` ends the run with the last committed step. Code
+        below the loop runs on the first worker.
         """
         counts = StepCounts(num_steps, microbatches, updates_per_batch)
-        return self._begin(self._declared(counts, max_grad_norm, _caller_of(currentframe())))
+        try:
+            clipping = Clipping(max_grad_norm, max_grad_value)
+        except UserError as error:
+            raise LoopMisused(f"run.steps: {error}") from None
+        return self._begin(self._declared(counts, clipping, _caller_of(currentframe())))
 
     def stop(self) -> None:
         """End the run with the present step, as completed. All workers must call it."""
@@ -176,7 +184,7 @@ class Run:
             print(*values, flush=True)
 
     def _declared(
-        self, counts: StepCounts, max_grad_norm: float | None, script: FrameType | None
+        self, counts: StepCounts, clipping: Clipping, script: FrameType | None
     ) -> Declaration:
         for name, count in vars(counts).items():
             if not isinstance(count, int) or count < 1:
@@ -192,7 +200,7 @@ class Run:
         self._kept.refuse_shared(models)
         names = {parameter: name for name, parameter in joined(models).named_parameters()}
         self._factory = ScriptOptimizerFactory(
-            optimizers, self._schedulers, names, max_grad_norm, self._scaler, self._kept
+            optimizers, self._schedulers, names, clipping, self._scaler, self._kept
         )
         return Declaration(
             self._models,

@@ -90,11 +90,13 @@ def recipe_of(declaration: Declaration, settings: TrainSettings) -> Recipe:
     """
     declaration.states.refuse_other_number(settings.num_microbatches)
     evaluation, source = declaration.evaluation, declaration.source
+    clipping = declaration.optimizer_factory.clipping
     return Recipe(
         model=partial(_copied, declaration.model),
         loss=_no_held_out_data,
         optimizer=declaration.optimizer_factory.build,
-        max_grad_norm=declaration.optimizer_factory.max_grad_norm,
+        max_grad_norm=clipping.max_norm,
+        max_grad_value=clipping.max_value,
         data=lambda: source.dataset,
         held_out=(lambda: evaluation.dataset) if evaluation else None,
         evaluation=evaluation.losses if evaluation else None,

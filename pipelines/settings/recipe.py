@@ -76,6 +76,7 @@ class Recipe:
     settings: TrainSettings = field(default_factory=TrainSettings)
     schedule: Callable[[int], float] = constant
     max_grad_norm: float | None = None
+    max_grad_value: float | None = None
     held_out: Callable[[], Dataset] | None = None
     collate: Callable[[list[Any]], Any] = default_collate
     evaluation: Callable[[nn.Module, Any], Losses] | None = None

@@ -121,6 +121,32 @@ def plain_losses(make: Callable[[nn.Module], Made]) -> Iterator[float]:
     yield from plain(model, both, scheduler, loader, NUM_STEPS, NUM_MICROBATCHES)
 
 
+MAX_GRAD_NORM, MAX_GRAD_VALUE = 0.5, 0.05
+"""Both have an effect in each step."""
+
+
+def train_clipped(run: Run) -> None:
+    model, optimizer, _, loader = build_training(is_scheduled=False)
+    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    limits = {"max_grad_norm": MAX_GRAD_NORM, "max_grad_value": MAX_GRAD_VALUE}
+    for step in run.steps(NUM_STEPS, microbatches=NUM_MICROBATCHES, **limits):
+        with step:
+            compute(step, model)
+
+
+def plain_clipped() -> Iterator[float]:
+    model, optimizer, _, loader = build_training(is_scheduled=False)
+
+    def clip(*_: Any) -> None:
+        norm = nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+        largest = max(p.grad.abs().max() for p in model.parameters() if p.grad is not None)
+        assert norm > MAX_GRAD_NORM and largest > MAX_GRAD_VALUE
+        nn.utils.clip_grad_value_(model.parameters(), MAX_GRAD_VALUE)
+
+    optimizer.register_step_pre_hook(clip)
+    yield from plain(model, optimizer, None, loader, NUM_STEPS, NUM_MICROBATCHES)
+
+
 def train_begins_late(run: Run) -> None:
     train(run, begins_late)
 

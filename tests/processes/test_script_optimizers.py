@@ -31,6 +31,12 @@ def test_state_that_does_not_begin_with_zeros_is_sharded(name: str, tmp_path: Pa
     assert list(run.losses().values()) == pytest.approx(list(losses), rel=1e-9)
 
 
+def test_clipping_by_norm_and_by_value_is_that_of_torch(tmp_path: Path) -> None:
+    run = run_habit(tmp_path, "train_clipped", module=optimizer_scripts)
+    losses = optimizer_scripts.plain_clipped()
+    assert list(run.losses().values()) == pytest.approx(list(losses), rel=1e-9)
+
+
 WHOLE = [
     ("of_matrices", "dp=3"),
     ("of_matrices", "dp=2,fsdp=2"),

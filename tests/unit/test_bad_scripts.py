@@ -76,6 +76,11 @@ MISTAKES = {
         "nn.utils.clip_grad_norm_(optimizer.param_groups[0]['params'], 1)",
         "max_grad_norm=",
     ),
+    "clipping to nothing": (
+        "microbatches=4",
+        "microbatches=4, max_grad_value=0.0",
+        "run.steps: max_grad_value=0.0: must be above 0",
+    ),
     "hook on a gradient": (
         PREPARE,
         f"model[0].weight.register_hook(lambda g: g / 2); {PREPARE}",

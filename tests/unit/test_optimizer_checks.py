@@ -8,6 +8,7 @@ import torch
 from pipelines.errors import UserError
 from pipelines.loop.prepared.joined_optimizer import JoinedOptimizer
 from pipelines.training.custom.optimizer_checks import refuse_unfit, uncut_parameters, why_not_split
+from pipelines.training.workload.clipping import Clipping
 from pipelines.training.workload.optimizer import BEGUN, state_shape, state_templates
 
 NUM_DIMS = {"layer.weight": 2, "layer.bias": 1, "convolution": 4, "scalar": 0}
@@ -16,7 +17,7 @@ NUM_DIMS = {"layer.weight": 2, "layer.bias": 1, "convolution": 4, "scalar": 0}
 class FunctionOptimizing:
     """Turns a function of named parameters into an `OptimizerFactory`."""
 
-    max_grad_norm = None
+    clipping = Clipping()
 
     def __init__(self, make):
         self.make = make

@@ -18,6 +18,7 @@ from pipelines.loop.prepared.kept_objects import KeptObjects
 from pipelines.loop.prepared.loss_scaler import LossScaler
 from pipelines.loop.prepared.script_state import ScriptState
 from pipelines.loop.prepared.script_values import PARAMETERS, ScriptValues
+from pipelines.training.workload.clipping import Clipping
 
 NUMBER = "script_group"
 """The key of a group's number among the script's groups."""
@@ -36,7 +37,7 @@ class ScriptOptimizerFactory:
         optimizers: Sequence[Optimizer],
         schedulers: Sequence[LRScheduler],
         names: Mapping[nn.Parameter, str],
-        max_grad_norm: float | None,
+        clipping: Clipping,
         scaler: LossScaler | None = None,
         kept: KeptObjects | None = None,
     ) -> None:
@@ -46,7 +47,7 @@ class ScriptOptimizerFactory:
         optimizer or one that the run does not know.
         """
         _refuse_foreign(optimizers, schedulers)
-        self.max_grad_norm = max_grad_norm
+        self.clipping = clipping
         self.values = ScriptValues(optimizers, schedulers, scaler)
         self.state = ScriptState(self.values, kept or KeptObjects())
         self._optimizers = optimizers
@@ -137,8 +138,8 @@ class LoopOptimizerFactory:
         self._present = present
 
     @property
-    def max_grad_norm(self) -> float | None:
-        return self._present().max_grad_norm
+    def clipping(self) -> Clipping:
+        return self._present().clipping
 
     @property
     def script_state(self) -> Mapping[str, Tensor]:

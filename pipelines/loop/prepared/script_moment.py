@@ -165,8 +165,8 @@ class ScriptMoment:
             raise LoopMisused(
                 f"step {self.step.number}: .grad of a parameter that was taken out of the model "
                 "before the loop: within a step the gradients are those of this worker's part of "
-                "the model; clip them with run.steps(..., max_grad_norm=...), whose norm is in the "
-                "metrics"
+                "the model; clip them with run.steps(..., max_grad_norm=...), or "
+                "max_grad_value=...; their norm is in the metrics"
             )
         raise LoopMisused(
             f"step {self.step.number}: {attribute or name} of a parameter, or of a part, that was "

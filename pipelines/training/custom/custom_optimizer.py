@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from pipelines.settings.recipe import Recipe
+from pipelines.training.workload.clipping import Clipping
 from pipelines.training.workload.optimizer import scale_rates
 
 
@@ -20,7 +21,7 @@ class CustomOptimizerFactory:
 
     def __init__(self, recipe: Recipe) -> None:
         self.recipe = recipe
-        self.max_grad_norm = recipe.max_grad_norm
+        self.clipping = Clipping(recipe.max_grad_norm, recipe.max_grad_value)
 
     def build(self, shards: Sequence[tuple[str, Tensor]]) -> Optimizer:
         return self.recipe.optimizer(shards)

@@ -9,7 +9,6 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actors.distributed.torch_private import scale_tensors
 from actors.runtime.program import Applied, Evaluation, Groups, Interrupt, StateBytes
 from elastic.protocol.votes import Vote
 from pipelines.settings import TrainSettings
@@ -37,9 +36,6 @@ from pipelines.training.workload.parallel_groups import ParallelGroups
 from pipelines.training.workload.seeds import seed_device
 from pipelines.training.workload.state import buffers, build_on_meta, optimizer_factory_of
 from pipelines.training.workload.workload import PADDING, Workload
-
-NORM_EPS = 1e-6
-"""Added to the norm in clipping, as `torch.nn.utils.clip_grad_norm_` does."""
 
 
 class ShardedReplica:
@@ -158,8 +154,8 @@ class ShardedReplica:
         self.samples.read_early()
 
     def apply(self, step: int, vote: Vote) -> Applied:
-        """Divide the gradients by the number of tokens, clip them by their global norm (Pascanu et
-        al., 2013) and step the optimizer, without any collective.
+        """Divide the gradients by the number of tokens, clip them and step the optimizer, without
+        any collective.
 
         If the gradients of any rank are not finite, parameters do not change.
         """
@@ -169,10 +165,8 @@ class ShardedReplica:
         self.step_statistics.before_step()
         if not skipped:
             norm = math.sqrt(vote.sq_grad_norm) / vote.num_tokens
-            max_norm = self.state.optimizer_factory.max_grad_norm
-            clip = 1.0 if max_norm is None else min(1.0, max_norm / (norm + NORM_EPS))
-            gradients = self.state.gradients()
-            scale_tensors(list(gradients.values()), clip / vote.num_tokens)
+            gradients, clipping = self.state.gradients(), self.state.optimizer_factory.clipping
+            clipping.apply(gradients.values(), vote.num_tokens, norm)
             self.state.step(gradients)
             self.moving.apply()
         self.step_statistics.after_step(vote.num_tokens)

@@ -13,14 +13,15 @@ from torch.optim import AdamW, Optimizer
 
 from pipelines.errors import UserError
 from pipelines.settings import OptimizerSettings
+from pipelines.training.workload.clipping import Clipping
 
 
 class OptimizerFactory(Protocol):
     """An optimizer and its learning rate schedule, the same for every shard of every layout."""
 
     @property
-    def max_grad_norm(self) -> float | None:
-        """The global norm to which gradients are clipped; None disables clipping."""
+    def clipping(self) -> Clipping:
+        """How gradients are limited before a step."""
 
     def build(self, shards: Sequence[tuple[str, Tensor]]) -> Optimizer:
         """Build an optimizer over named shards of parameters.
@@ -63,7 +64,7 @@ class AdamWBySettings:
 
     def __init__(self, settings: OptimizerSettings) -> None:
         self.settings = settings
-        self.max_grad_norm = settings.max_grad_norm
+        self.clipping = Clipping(settings.max_grad_norm)
 
     def build(self, shards: Sequence[tuple[str, Tensor]]) -> Optimizer:
         settings = self.settings
