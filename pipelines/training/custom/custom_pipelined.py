@@ -61,7 +61,7 @@ class CustomPipelined(Pipelined):
         self._feds, self._training = microbatch_inputs, training
         self._sums: dict[int, list[LossSums]] = {}
         self._num_run = [0] * len(self.stages)
-        schedule = self._schedule(num_rounds)
+        schedule = self._schedule(num_rounds, training)
         run = schedule.step if training else schedule.eval
         inputs: list[Tensor] = []
         if self.stages[0].number == 0:

@@ -64,7 +64,7 @@ class Pipelined:
         self.num_samples = settings.microbatch
         self.num_stages = groups.layout.pp * groups.layout.vp
         self.has_last = stages[-1].number == self.num_stages - 1
-        self._schedules: dict[int, Any] = {}
+        self._schedules: dict[tuple[int, bool], Any] = {}
 
     def agree_on_size(self) -> int:
         return 1
@@ -79,14 +79,12 @@ class Pipelined:
 
     def train(self, microbatch_inputs: Iterable[Any], num_rounds: int) -> list[LossSums]:
         with loss_context(self.parallel):
-            return self._run(list(microbatch_inputs), self._schedule(num_rounds).step)
+            return self._run(list(microbatch_inputs), self._schedule(num_rounds, trains=True).step)
 
     def evaluate(self, microbatch_inputs: Iterable[Any], num_rounds: int) -> list[list[LossSums]]:
         with torch.no_grad(), loss_context(self.parallel), evaluating(self.sharded):
-            return [
-                [sums]
-                for sums in self._run(list(microbatch_inputs), self._schedule(num_rounds).eval)
-            ]
+            schedule = self._schedule(num_rounds, trains=False)
+            return [[sums] for sums in self._run(list(microbatch_inputs), schedule.eval)]
 
     def _run(self, microbatch_inputs: list[ModuleInputs], run: Any) -> list[LossSums]:
         batch = concatenate(microbatch_inputs)
@@ -100,8 +98,11 @@ class Pipelined:
             for loss, fed in zip(losses, microbatch_inputs, strict=self.has_last)
         ]
 
-    def _schedule(self, num_rounds: int) -> Any:
-        if num_rounds not in self._schedules:
+    def _schedule(self, num_rounds: int, trains: bool) -> Any:
+        """Of its own for evaluation: in torch 2.11 a stage that has not been trained at first
+        receives inputs without gradients for ever."""
+        key = num_rounds, trains
+        if key not in self._schedules:
             make = getattr(torch_pipelining(), SCHEDULES[self.schedule])
             stages: Any = [
                 self._stage(number, *pair)
@@ -109,10 +110,8 @@ class Pipelined:
             ]
             if self.schedule not in SEVERAL_STAGES:
                 [stages] = stages
-            self._schedules[num_rounds] = make(
-                stages, num_rounds, loss_fn=self._loss, scale_grads=False
-            )
-        return self._schedules[num_rounds]
+            self._schedules[key] = make(stages, num_rounds, loss_fn=self._loss, scale_grads=False)
+        return self._schedules[key]
 
     def _loss(self, output: Tensor, targets: Tensor) -> Tensor:
         return self.workload.loss(output, targets, self.parallel)
