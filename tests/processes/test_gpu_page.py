@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
 from pathlib import Path
 
@@ -34,6 +35,21 @@ def test_failed_part_is_named_in_its_rows() -> None:
     page = gpu.render({**measured, "failures": {"groups": "failed: RuntimeError: no link"}})
     assert "| abort of a blocked collective | failed: RuntimeError: no link | |" in page
     assert "| tests/gpu | 5 passed | |" in page
+
+
+def test_no_part_imports_ray_or_mlflow() -> None:
+    """A machine with a GPU may have neither."""
+    folders = ("", "benchmarks", "tests", "tests/processes", "tests/gpu")
+    code = f"""
+import sys
+sys.modules.update(ray=None, mlflow=None)
+sys.path[:0] = {[str(ROOT / folder) for folder in folders]}
+import gpu, gpu_scripts, harness, one_gpu
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, timeout=60
+    )
+    assert done.returncode == 0, done.stderr
 
 
 def test_groups_form_again_after_each_abort() -> None:
