@@ -12,14 +12,16 @@ from __future__ import annotations
 import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass
+from functools import partial
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from actors.host_memory.copy_engine import CopyEngine, CopyEvent, CudaEngine
+from actors.host_memory.daemon_pool import DaemonPool
 
 NUM_SLOTS = 4
 SLOT_BYTES = 16 * 2**20
@@ -70,7 +72,7 @@ class HostRing:
         self._waiting: deque[object] = deque()
         """One object for each thread that waits for a slot, first come, first served."""
         self._changed = threading.Condition()
-        self._emptiers = ThreadPoolExecutor(num_slots, thread_name_prefix="host ring")
+        self._emptiers = DaemonPool(num_slots, "host ring")
 
     def download(
         self,
@@ -95,7 +97,7 @@ class HostRing:
                     emptying.popleft().result()
                 slot = self._take()
                 event = self._fill(slot, pieces)
-                emptying.append(self._emptiers.submit(self._empty, slot, pieces))
+                emptying.append(self._emptiers.submit(partial(self._empty, slot, pieces)))
             on_issued(event)
             for emptied in emptying:
                 emptied.result()
@@ -157,8 +159,10 @@ class HostRing:
                 self.engine.copy(slot.view_of(piece), piece.source)
             slot.event = self.engine.record_copies()
         except BaseException:
-            self.engine.record_copies().synchronize()
-            self._give_back(slot)
+            try:
+                self.engine.record_copies().synchronize()
+            finally:
+                self._give_back(slot)
             raise
         return slot.event
 

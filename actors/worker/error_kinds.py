@@ -44,9 +44,13 @@ OURS = ("torch", "actors", "elastic", "pipelines")
 WANTED = re.compile(r"(?:[Tt]ried|[Uu]nable) to allocate ([\d.]+) ([Bb]ytes|[KMGT]i?B)")
 
 
-def kind_of(error: BaseException) -> str:
+def kind_of(error: BaseException, has_abandoned_thread: bool = False) -> str:
     """The kind of the failure: `holding`, `machine`, `health`, `mistake`, `memory`, `device`,
-    `peer` or `program`; see `WorkerRaised`."""
+    `peer` or `program`; see `WorkerRaised`.
+
+    An abandoned thread holds memory until it ends, so a lack of it says nothing about the layout:
+    it counts as a broken device, and a new process replaces this one.
+    """
     text = _text_of(error)
     if isinstance(error, StepMismatch):
         return "holding"
@@ -57,7 +61,7 @@ def kind_of(error: BaseException) -> str:
     if isinstance(error, ProgramRefused):
         return "mistake"
     if isinstance(error, torch.OutOfMemoryError | MemoryError) or MEMORY.search(text):
-        return "memory"
+        return "device" if has_abandoned_thread else "memory"
     if MISTAKE.search(text):
         return "program"
     if isinstance(error, BrokenDevice) or DEVICE.search(text):

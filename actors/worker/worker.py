@@ -309,8 +309,8 @@ class Worker:
             formation = self._trainer.formation if self._trainer else None
             if formation is not None:
                 formation.abort()
-                may_last = formation.can_lose_wake_ups or stall.is_in_launch
-                if may_last and stall.lasts():
+                can_stay_blocked = formation.can_lose_wake_ups or stall.is_in_launch
+                if can_stay_blocked and stall.lasts():
                     self._start_substitute(formation)
             time.sleep(REPEAT_BREAK_S)
 
@@ -330,7 +330,7 @@ class Worker:
         """Report an error of this worker as `WorkerRaised`."""
         text = _printable("".join(traceback.format_exception(error)))
         message = _printable(f"{type(error).__name__}: {error}").splitlines()[0]
-        kind = kind_of(error)
+        kind = kind_of(error, has_abandoned_thread=bool(self._kept))
         if kind in ("machine", "health"):
             message = f"node {self._place.node} ({socket.gethostname()}): {error}"
             text = ""  # not a bug: no traceback

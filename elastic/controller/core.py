@@ -266,6 +266,7 @@ class Core:
             saved for saved in event.saved if old.checkpoints.counts(saved.step, saved.generation)
         ]
         step = valid[-1].step if valid else INITIAL_STEP
+        losses, saved_steps = old.checkpoints.held_out_losses, [str(s.step) for s in valid]
         generation = max(old.generation, event.newest_generation)
         is_done = step >= event.job.steps
         self.state = ControllerState(
@@ -285,6 +286,7 @@ class Core:
                 saved=valid,
                 stale=[(s.step, s.generation) for s in event.saved if s not in valid],
                 voided=old.checkpoints.voided,
+                held_out_losses={step: losses[step] for step in saved_steps if step in losses},
                 costs=old.checkpoints.costs,
             ),
             losses=LossDuty(

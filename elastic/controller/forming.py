@@ -181,6 +181,7 @@ def wait(
     phase = state.phase
     state.growth.num_given_back = 0
     if not isinstance(phase, Waiting):
+        state.growth.paused_at = None  # waiting for workers is no part of a planned pause
         state.enter(Waiting(reason, now, until, is_short))
         return [Waited(reason)]
     is_new = phase.reason != reason
@@ -372,6 +373,7 @@ def _roll_back(state: ControllerState, source: StateSource) -> RolledBack:
         number for number in skipped_batches if number not in state.rollbacks.skipped_batches
     )
     state.rollbacks.skipped_batches, state.rollbacks.request = skipped_batches, None
+    state.growth.paused_at = None  # nor is reading a checkpoint
     break_uploads(state)
     state.roll_back(step)
     return RolledBack(state.generation, step, from_step, source.kind, cause, newly_skipped)

@@ -52,6 +52,8 @@ def _on_step_committed(state: ControllerState, now: float, event: StepCommitted)
         _time(state, record.step_s)
         note_pause(state, now, record.step_s)
     if isinstance(state.phase, Running):
+        if not state.phase.num_commits:
+            state.steps.first_s = max(state.steps.first_s, now - state.phase.since)
         state.phase.num_commits += 1
     expect_parts(state, now, event.vote)
     return commands + drop_older(state)
@@ -91,6 +93,9 @@ def on_progressed(
     _progress(state, now)
     if not isinstance(event, Evaluated):
         return []
+    is_known = isinstance(state.phase, Running | Pausing | Aborting)
+    if event.step > state.committed_step and not is_known:
+        return []  # the step will be computed and evaluated again
     state.evaluated_step = max(state.evaluated_step, event.step)
     note_held_out_loss(state, event)
     return warn_of_evaluation(event)
@@ -100,8 +105,6 @@ def on_paused(state: ControllerState, now: float, event: Paused) -> list[Command
     """A member has paused; when all have, continue."""
     if event.generation != state.generation:
         return []
-    if event.is_last and not state.rollbacks.request:
-        state.job = replace(state.job, steps=event.step)
     if isinstance(state.phase, Running):
         # The last step needs no pause request: every worker stops there by itself.
         state.enter(Pausing("completed", set(state.live.members()), now))
@@ -112,6 +115,8 @@ def on_paused(state: ControllerState, now: float, event: Paused) -> list[Command
     if phase.pending:
         return []
     phase.is_whole = True
+    if event.is_last and not state.rollbacks.request:
+        state.job = replace(state.job, steps=event.step)
     if state.committed_step < event.step:
         return _close_gap(state, now, event.step)
     return _end_pause(state, now)

@@ -334,7 +334,8 @@ def _open(state: ControllerState, now: float, step: int) -> None:
 def _expect_early(state: ControllerState, now: float, event: PartWritten | PartFailed) -> None:
     """Open the upload if a part is reported before its step, or if the step's report was lost."""
     first, last = state.steps.unheard
-    is_early = event.step > state.committed_step or first <= event.step <= last
+    is_new = event.step > state.checkpoints.saved_step
+    is_early = event.step > state.committed_step or (first <= event.step <= last and is_new)
     is_early = is_early and event.generation == state.generation
     if is_early and isinstance(state.phase, Running | Pausing):
         _open(state, now, event.step)

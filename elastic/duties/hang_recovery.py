@@ -13,17 +13,21 @@ from elastic.duties.checkpoints import is_saved
 from elastic.duties.recovery import find_live_state
 from elastic.duties.snapshots import has_snapshots
 from elastic.protocol.controller_state import ControllerState
-from elastic.protocol.phases import Aborting
+from elastic.protocol.phases import Aborting, Running
 
 
 def hang_patience_s(state: ControllerState) -> float:
     """How long without progress is a hang. Before the first step, a long compilation is allowed
-    for; a run that is to end and has nothing to save does not wait for it."""
+    for, and before that of a later generation one as long as the longest; a run that is to end and
+    has nothing to save does not wait for it."""
     policy = state.policy
     is_worth_waiting = not (state.ending and is_saved(state))
     if not state.steps.recent_step_s and is_worth_waiting:
         return policy.first_step_timeout_s
-    return max(policy.hang_timeout_s, policy.hang_factor * state.steps.median_s())
+    first_s = 0.0
+    if isinstance(state.phase, Running) and not state.phase.num_commits:
+        first_s = min(policy.first_step_timeout_s, policy.hang_factor * state.steps.first_s)
+    return max(policy.hang_timeout_s, policy.hang_factor * state.steps.median_s(), first_s)
 
 
 def next_stop_time(state: ControllerState, phase: Aborting) -> float:

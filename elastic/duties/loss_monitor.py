@@ -14,6 +14,7 @@ def commit(state: ControllerState, record: StepRecord) -> list[Command]:
     """Commit one step: record it, and react to its numbers if they are known."""
     state.commit(record.step)
     if record.missing:
+        state.losses.skipped_since = None  # it may have been applied
         return [RecordStep(record)]
     return [RecordStep(record), *_count_skipped(state, record), *_watch_loss(state, record)]
 

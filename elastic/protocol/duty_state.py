@@ -75,12 +75,12 @@ class StepDuty(Duty):
     which of them were saved."""
     last_vote: Vote | None = None  # the newest of this generation that any worker has read
     recent_step_s: list[float] = field(default_factory=list)
+    first_s: float = 0.0  # the longest first step of a generation, which may compile
     timed_layout: Layout | None = None  # of the steps in `recent_step_s`
     boundary_at: float = 0.0
     """When the members were last known to be at a step boundary. They pass others while the
     controller is away, so this time does not move."""
-    stalled: tuple[str, ...] = ()
-    """Workers of this generation whose training threads stalled, the longest stall first."""
+    stalled: tuple[str, ...] = ()  # training threads of this generation, the longest stall first
 
     def begin_generation(self) -> None:
         """A vote decides a step of its own generation only."""

@@ -147,6 +147,7 @@ def make_plan(request: TrainRequest, num_gpus: int, on_cluster: bool = False) ->
     target_layout = _target_layout(request.layout, policy)
     faults, draining_workers = parse_faults(request.inject)
     settings = _with_places(settings, request, folder)
+    tracking_uri = _tracking_uri(request)
     options = worker_options(folder.url, settings, faults, request.profile)
     refuse_unusable(folder)
     data_cache = request.data_cache or named_storage(request.storage).at("data").url
@@ -171,7 +172,7 @@ def make_plan(request: TrainRequest, num_gpus: int, on_cluster: bool = False) ->
         program=replace(factory, kwargs=shipped(factory.kwargs, request.recipe, request.arguments)),
         options=replace(options, max_snapshot_bytes=most_bytes(program.specs())),
         draining_workers=draining_workers,
-        observers=(_sidecar(folder, request, notify_url, settings.notify_after_s),),
+        observers=(_sidecar(folder, request, tracking_uri, notify_url, settings),),
         driver_timeout_s=settings.failure.driver_timeout_s,
         orphan_timeout_s=settings.failure.orphan_timeout_s,
         detached=request.detach,
@@ -183,7 +184,7 @@ def make_plan(request: TrainRequest, num_gpus: int, on_cluster: bool = False) ->
         settings,
         policy.max_workers,
         bool(num_gpus),
-        _tracking_uri(request),
+        tracking_uri,
         recipe,
         request.per_worker,
         notes,
@@ -262,14 +263,18 @@ def _recipe(
 
 
 def _sidecar(
-    folder: RunFolder, request: TrainRequest, notify_url: str | None, notify_after_s: float
+    folder: RunFolder,
+    request: TrainRequest,
+    tracking_uri: str,
+    notify_url: str | None,
+    settings: TrainSettings,
 ) -> Factory:
     kwargs = {
         "run_folder": folder.url,
-        "tracking_uri": _tracking_uri(request),
+        "tracking_uri": tracking_uri,
         "experiment": request.experiment,
         "notify_url": notify_url,
-        "notify_after_s": notify_after_s,
+        "notify_after_s": settings.notify_after_s,
     }
     # MLflow's telemetry already reports the import.
     environment = {"MLFLOW_DISABLE_TELEMETRY": "true"}

@@ -98,6 +98,8 @@ KINDS = {
 )
 def test_reported_exception_has_its_failure_kind(kind: str, error: Exception) -> None:
     assert kind_of(error) == kind
+    kind_beside_abandoned = "device" if kind == "memory" else kind
+    assert kind_of(error, has_abandoned_thread=True) == kind_beside_abandoned
 
 
 def test_cause_of_an_exception_determines_its_kind() -> None:

@@ -15,7 +15,8 @@ def waiting(call: Callable[..., Returned], *arguments: Any) -> Returned:
 
 
 def launching(call: Callable[..., Returned], *arguments: Any, **keywords: Any) -> Returned:
-    """Launch an exchange of two or more ranks. NCCL connects two ranks when they first exchange and
-    waits for that in the launch, in vain after an abort: `StallDetector` recognizes the frame, and
-    the thread may be left behind."""
+    """Launch an exchange of two or more ranks, in a frame that `StallDetector` recognizes.
+
+    NCCL connects two ranks when they first exchange. The launch waits for that, and an abort does
+    not end the wait, so the thread may be left behind."""
     return call(*arguments, **keywords)

@@ -34,8 +34,8 @@ def rotate(heads: Tensor, rotation: Tensor) -> Tensor:
 
 
 class _Rotate(torch.autograd.Function):
-    """Two operations for each half, which read and write the dtype of the heads. The gradient is
-    rotated back, so nothing of the heads is kept."""
+    """Computes each half in two operations, of which the second writes the dtype of the heads. The
+    gradient is rotated back, so backward needs only cosines and sines."""
 
     @staticmethod
     def forward(ctx: Any, heads: Tensor, cosine: Tensor, sine: Tensor) -> Tensor:

@@ -99,8 +99,8 @@ class Pipelined:
         ]
 
     def _schedule(self, num_rounds: int, trains: bool) -> Any:
-        """Of its own for evaluation: in torch 2.11 a stage that has not been trained at first
-        receives inputs without gradients for ever."""
+        """Evaluation uses schedules of its own: in torch 2.11 a stage that evaluates first never
+        requests gradients of its inputs."""
         key = num_rounds, trains
         if key not in self._schedules:
             make = getattr(torch_pipelining(), SCHEDULES[self.schedule])

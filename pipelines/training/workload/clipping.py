@@ -1,4 +1,4 @@
-"""Clipping: how a step limits its gradients."""
+"""Clipping of gradients before a step."""
 
 from __future__ import annotations
 
@@ -16,23 +16,23 @@ NORM_EPS = 1e-6
 
 @dataclass(frozen=True)
 class Clipping:
-    """Gradients are scaled to a global norm of at most `max_norm` (Pascanu et al., 2013), then each
-    element is limited to `max_value` in both directions; None: not limited.
+    """Clips gradients to a global norm of `max_norm` (Pascanu et al., 2013), then each element to
+    [-`max_value`, `max_value`]; None does not clip.
 
-    Raises `UserError` for limits that are not above 0.
+    Raises `UserError` for values that are not above 0.
     """
 
     max_norm: float | None = None
     max_value: float | None = None
 
     def __post_init__(self) -> None:
-        limits = {"max_grad_norm": self.max_norm, "max_grad_value": self.max_value}
-        for name, limit in limits.items():
-            if limit is not None and not limit > 0:
-                raise UserError(f"{name}={limit}: must be above 0, or None")
+        named = {"max_grad_norm": self.max_norm, "max_grad_value": self.max_value}
+        for name, limit in named.items():
+            if limit is not None and not (isinstance(limit, int | float) and limit > 0):
+                raise UserError(f"{name}={limit!r}: must be a number above 0; None does not clip")
 
     def apply(self, gradients: Collection[Tensor], divisor: float, norm: float) -> None:
-        """Divide gradients in place, and limit them; `norm` is the global one after division."""
+        """Divide gradients in place, and clip them; `norm` is the global norm after division."""
         factor = 1.0 if self.max_norm is None else min(1.0, self.max_norm / (norm + NORM_EPS))
         scale_tensors(list(gradients), factor / divisor)
         if self.max_value is not None:

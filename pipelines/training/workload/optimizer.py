@@ -21,7 +21,7 @@ class OptimizerFactory(Protocol):
 
     @property
     def clipping(self) -> Clipping:
-        """How gradients are limited before a step."""
+        """How gradients are clipped before a step."""
 
     def build(self, shards: Sequence[tuple[str, Tensor]]) -> Optimizer:
         """Build an optimizer over named shards of parameters.
