@@ -79,7 +79,7 @@ MISTAKES = {
     "clipping to nothing": (
         "microbatches=4",
         "microbatches=4, max_grad_value=0.0",
-        "run.steps: max_grad_value=0.0: must be above 0",
+        "run.steps: max_grad_value=0.0: must be a number above 0",
     ),
     "hook on a gradient": (
         PREPARE,
