@@ -43,12 +43,7 @@ class StallDetector:
     @property
     def is_in_launch(self) -> bool:
         """Whether the thread launches an exchange; see `launching`."""
-        frame = self._frame()
-        while frame is not None:
-            if frame.f_code is launching.__code__:
-                return True
-            frame = frame.f_back
-        return False
+        return _is_in_launch(self._frame())
 
     def lasts(self) -> bool:
         """Whether the thread has waited in torch for `STALL_S`: in one wait for other ranks, or
@@ -58,7 +53,7 @@ class StallDetector:
         """
         frame = self._frame()
         position: tuple[FrameType, float | None] | None = None
-        if frame is not None and (self.is_in_launch or _waits_for_ranks(frame)):
+        if frame is not None and (_is_in_launch(frame) or _waits_for_ranks(frame)):
             position = (frame, None)
         elif frame is not None and _is_in_torch(frame):
             assert self._thread.ident is not None
@@ -74,6 +69,14 @@ class StallDetector:
         if ident is None or not self._thread.is_alive():
             return None
         return sys._current_frames().get(working_thread(ident))
+
+
+def _is_in_launch(frame: FrameType | None) -> bool:
+    while frame is not None:
+        if frame.f_code is launching.__code__:
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_in_torch(frame: FrameType) -> bool:

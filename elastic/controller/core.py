@@ -286,7 +286,7 @@ class Core:
                 saved=valid,
                 stale=[(s.step, s.generation) for s in event.saved if s not in valid],
                 voided=old.checkpoints.voided,
-                held_out_losses={step: losses[step] for step in saved_steps if step in losses},
+                held_out_losses={at: losses[at] for at in saved_steps if at in losses},
                 costs=old.checkpoints.costs,
             ),
             losses=LossDuty(

@@ -373,7 +373,7 @@ def _roll_back(state: ControllerState, source: StateSource) -> RolledBack:
         number for number in skipped_batches if number not in state.rollbacks.skipped_batches
     )
     state.rollbacks.skipped_batches, state.rollbacks.request = skipped_batches, None
-    state.growth.paused_at = None  # nor is reading a checkpoint
+    state.growth.paused_at = None  # reading a checkpoint is no part of a planned pause
     break_uploads(state)
     state.roll_back(step)
     return RolledBack(state.generation, step, from_step, source.kind, cause, newly_skipped)

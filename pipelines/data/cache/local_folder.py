@@ -5,7 +5,6 @@ from __future__ import annotations
 import fcntl
 import os
 import shutil
-import time
 from functools import partial
 from hashlib import sha256
 from pathlib import Path
@@ -14,7 +13,7 @@ from actors.storage.credentials import without_credentials
 from actors.storage.remote_files import RemoteFile, remote_files, retry
 from actors.storage.storage import is_remote
 from pipelines.data.cache.local_copies import cache_folder, write_file
-from pipelines.data.cache.shard_cache import DRAFT, ShardCache, lock
+from pipelines.data.cache.shard_cache import DRAFT, ShardCache, lock, mark_used
 from pipelines.errors import DataUnreachable
 from pipelines.settings import CacheSettings
 from pipelines.settings.home import expand_home
@@ -58,8 +57,7 @@ def local_folder(place: str, settings: CacheSettings) -> Path:
 
 
 def _use(folder: Path) -> None:
-    now_ns = time.time_ns()  # without it, the kernel's clock: two uses within a tick look the same
-    os.utime(folder, ns=(now_ns, now_ns))
+    mark_used(folder)
     if folder in _in_use and not os.fstat(_in_use[folder]).st_nlink:  # it has been removed
         os.close(_in_use.pop(folder))
     if folder not in _in_use:

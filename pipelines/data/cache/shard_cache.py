@@ -11,6 +11,7 @@ import errno
 import fcntl
 import os
 import stat
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
@@ -58,7 +59,7 @@ class HeldFile:
     def release(self) -> None:
         """Allow the cache to evict the file."""
         with suppress(OSError):  # the cache has been deleted meanwhile
-            os.utime(self.path)
+            mark_used(self.path)
         os.close(self._fd)
 
 
@@ -90,7 +91,7 @@ class ShardCache:
         status = os.fstat(fd)
         if status.st_nlink and key.num_bytes in (None, status.st_size):
             with suppress(OSError):  # the cache has been deleted meanwhile
-                os.utime(path)
+                mark_used(path)
             return HeldFile(path, fd)
         os.close(fd)
         return None
@@ -161,6 +162,12 @@ class ShardCache:
             if size and _remove_unused(path):
                 excess -= size
         return excess <= 0
+
+
+def mark_used(path: Path) -> None:
+    """Note the time of a use, for the order of evictions. Raises OSError."""
+    now_ns = time.time_ns()  # without it, the kernel's clock: two uses within a tick look the same
+    os.utime(path, ns=(now_ns, now_ns))
 
 
 def lock(fd: int) -> bool:
