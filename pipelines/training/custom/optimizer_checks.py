@@ -7,7 +7,7 @@ from inspect import Parameter, signature, unwrap
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from pipelines.errors import UserError
@@ -31,16 +31,6 @@ NOT_CUT = (
     "Adafactor, LAMB), which tp would cut: use dp or fsdp, which deals whole parameters to workers"
 )
 Weights = dict[str, Tensor]
-
-
-def refuse_without_dims(module: nn.Module) -> None:
-    """Raise `UserError` for a parameter without dimensions."""
-    for name, parameter in module.named_parameters():
-        if not parameter.ndim:
-            raise UserError(
-                f"the model's parameter {name} has no dimensions, so it cannot be sharded: "
-                "give it shape (1,)"
-            )
 
 
 def refuse_unfit(optimizer_factory: OptimizerFactory, num_dims: Mapping[str, int]) -> None:
@@ -80,7 +70,7 @@ def refuse_unfit(optimizer_factory: OptimizerFactory, num_dims: Mapping[str, int
 def uncut_parameters(
     optimizer_factory: OptimizerFactory, num_dims: Mapping[str, int]
 ) -> frozenset[str]:
-    """Those of the parameters of these names and numbers of dims that no axis may cut.
+    """Those of the parameters of these names and numbers of dims that no axis may cut, but could.
 
     The update of an element may depend on others of its parameter, which another worker would hold.
     """
@@ -109,7 +99,8 @@ def uncut_parameters(
             if not _close(torch.cat([half[name] for half in halves], dim), whole[name])
         }
     kinds = kinds_in(optimizer_factory, num_dims)
-    return frozenset(name for kind in kinds if found & set(kind) for name in kind)
+    names = {name for kind in kinds if found & set(kind) for name in kind}
+    return frozenset(name for name in names if num_dims[name])
 
 
 def _half(tensors: Weights, cut: Sequence[str], dim: int, which: int) -> Weights:
