@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -56,6 +56,10 @@ class Declaration:
     plan: Mapping[str, Any] = field(default_factory=dict)
     """How `tp` shards the layers of `model`; see `Recipe.plan`."""
     tp_divides: int | None = None
+    sequence: Mapping[str | int, int] = field(default_factory=dict)
+    """The dims of a batch that `cp` cuts; see `Recipe.sequence`."""
+    experts: Sequence[str] = ()
+    """The modules whose experts `ep` deals to ranks; see `Recipe.experts`."""
 
     @property
     def model(self) -> nn.Module:

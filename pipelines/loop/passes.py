@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from contextlib import ExitStack
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from pipelines.loop.loop import Loop
-from pipelines.loop.step import Microbatch
+from pipelines.training.attention.cut_sequences import AttentionRefused, over_ring
+from pipelines.training.custom.modules.custom_pipeline import CustomBatch
 from pipelines.training.passes.pass_size import PassSize
 from pipelines.training.passes.passes import SequentialPasses
 from pipelines.training.passes.running_buffers import RunningBuffers
@@ -38,7 +40,8 @@ class LoopPasses(SequentialPasses):
         return 1
 
     def train(self, microbatch_inputs: Iterable[Any], num_rounds: int) -> list[LossSums]:
-        engine = LoopEngine(iter(microbatch_inputs), num_rounds, self.sharded, self.moving)
+        inputs = iter(microbatch_inputs)
+        engine = LoopEngine(inputs, num_rounds, self.sharded, self.moving, self.parallel)
         sums = self.loop.compute(engine, self.module)
         used = self.loop.values.scaler.used
         return [LossSums(part.loss / used, part.num_tokens) for part in sums]
@@ -49,18 +52,23 @@ class LoopEngine:
 
     def __init__(
         self,
-        microbatches: Iterator[Microbatch],
+        microbatches: Iterator[CustomBatch],
         num_microbatches: int,
         sharded: Sharded,
         moving: RunningBuffers,
+        parallel: ParallelGroups,
     ) -> None:
         self.num_microbatches = num_microbatches
         self._microbatches = microbatches
         self._sharded = sharded
         self._moving = moving
+        self._parallel = parallel
         self._num_begun = 0
+        self._attention = ExitStack()
+        """What the script's thread computes in place of torch's attention."""
 
-    def next(self) -> Microbatch:
+    def next(self) -> CustomBatch:
+        self._attention.close()
         microbatch = next(self._microbatches)
         # Else copies of weights from the pass before, in their dtype of autocast, would be used
         # again, and FSDP would reduce gradients before all of the pass have arrived.
@@ -69,7 +77,15 @@ class LoopEngine:
         if self._num_begun in (1, self.num_microbatches):
             self._sharded.accumulate(self._num_begun == self.num_microbatches)
         self._moving.begin_pass()
+        if microbatch.length:
+            self._attention.enter_context(over_ring(microbatch.length, self._parallel))
         return microbatch
 
     def forwarded(self, count: Tensor) -> None:
+        self._attention.close()
+        if self._parallel.num_cp > 1:
+            self._attention.enter_context(AttentionRefused())
         self._moving.end_pass(count, self._num_begun == self.num_microbatches)
+
+    def left(self) -> None:
+        self._attention.close()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from inspect import currentframe
 from types import FrameType
@@ -65,19 +65,24 @@ class Run:
         self._source: DataSource | None = None
         self._evaluation: EvaluationSetup | None = None
         self._plans = TensorPlans()
+        self._sequence: dict[str | int, int] = {}
 
     def prepare(
         self,
         *objects: Any,
         plan: Mapping[str, Any] | None = None,
         tp_divides: int | None = None,
+        sequence: Mapping[str | int, int] | None = None,
+        experts: Sequence[str] = (),
     ) -> Any:
         """Wrap a model, its optimizers, learning-rate schedulers and a loader for use in the loop.
 
         Pass them in any order, in one call or several; the wrappers are returned in the same order.
         The loader's `batch_size` is the microbatch size. The schedule counts steps. `plan` names
-        the layers of the model that `tp` shards, and `tp` must divide `tp_divides`; see `Recipe`.
-        Raises `LoopMisused` for an object that cannot survive a change of the workers.
+        the layers of the model that `tp` shards, and `tp` must divide `tp_divides`; `sequence` is
+        the dim of the tensors of a batch that `cp` cuts, by their keys; `experts` names the modules
+        whose experts `ep` deals to ranks; see `Recipe`. Raises `LoopMisused` for an object that
+        cannot survive a change of the workers.
         """
         if self._at.is_training:
             raise LoopMisused(
@@ -85,9 +90,10 @@ class Run:
                 "other values, start a run for each, as in ElasticTrainer(train, "
                 'recipe_config={"lr": lr}).fit()'
             )
-        if plan is not None or tp_divides is not None:
+        if plan is not None or tp_divides is not None or experts:
             num_models = sum(isinstance(item, nn.Module) for item in objects)
-            self._plans.add(plan or {}, tp_divides, len(self._models), num_models)
+            self._plans.add(plan or {}, tp_divides, experts, len(self._models), num_models)
+        self._sequence |= sequence or {}
         prepared = tuple(self._prepared(item) for item in objects)
         return prepared[0] if len(prepared) == 1 else prepared
 
@@ -195,6 +201,11 @@ class Run:
             missing = [kind for kind, item in kinds.items() if item is None]
             raise LoopMisused(f"run.steps: pass run.prepare the {' and the '.join(missing)} first")
         self._states.refuse_other_order(source.dataset)
+        if self._sequence and self._states.states:
+            raise LoopMisused(
+                "run.state: with a `sequence` each worker of cp would have its own: drop one of "
+                "them"
+            )
         for rows in self._states.begin(counts.microbatches):
             self._kept.add(rows)
         self._kept.refuse_shared(models)
@@ -211,6 +222,8 @@ class Run:
             self._states,
             self._evaluation,
             *self._plans.joined(len(models)),
+            self._sequence,
+            self._plans.experts(len(models)),
         )
 
     def _known(self) -> Iterator[Any]:

@@ -105,6 +105,8 @@ def recipe_of(declaration: Declaration, settings: TrainSettings) -> Recipe:
         begin_reader=source.begin_reader,
         plan=declaration.plan,
         tp_divides=declaration.tp_divides,
+        sequence=declaration.sequence,
+        experts=declaration.experts,
         settings=settings,
     )
 

@@ -56,6 +56,9 @@ class Engine(Protocol):
     def forwarded(self, count: Tensor) -> None:
         """End a forward pass, whose loss is the mean of `count` losses."""
 
+    def left(self) -> None:
+        """The body is over, maybe by an exception in a pass."""
+
 
 class Position(NamedTuple):
     """Where a step is in the data: how often these were read completely before it, and its number
@@ -125,6 +128,8 @@ class Step:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
+        if self._engine is not None:
+            self._engine.left()
         if error is not None and not isinstance(error, Exception):
             return False  # ends the script
         if error is not None:

@@ -1,8 +1,8 @@
-"""The plans of tensor parallelism that a script gives with its models."""
+"""The plans of tensor and expert parallelism that a script gives with its models."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from math import gcd
 from typing import Any
 
@@ -16,11 +16,18 @@ class TensorPlans:
     def __init__(self) -> None:
         self._plans: dict[int, Mapping[str, Any]] = {}
         self._divides: list[int] = []
+        self._experts: dict[int, Sequence[str]] = {}
 
     def add(
-        self, plan: Mapping[str, Any], tp_divides: int | None, model: int, num_models: int
+        self,
+        plan: Mapping[str, Any],
+        tp_divides: int | None,
+        experts: Sequence[str],
+        model: int,
+        num_models: int,
     ) -> None:
-        """Add the plan of a model, by its number among all; `num_models` are given with it.
+        """Add the plan and the experts of a model, by its number among all; `num_models` are given
+        with it.
 
         Raises `LoopMisused` unless there is one.
         """
@@ -30,6 +37,7 @@ class TensorPlans:
                 "model whose layers it names"
             )
         self._plans[model] = plan
+        self._experts[model] = experts
         if tp_divides is not None:
             self._divides.append(tp_divides)
 
@@ -41,3 +49,11 @@ class TensorPlans:
             for name, style in names.items()
         }
         return plan, gcd(*self._divides) or None
+
+    def experts(self, num_models: int) -> list[str]:
+        """The names of the modules of experts, in all models as one module."""
+        return [
+            prefix_of(model, num_models) + name
+            for model, names in self._experts.items()
+            for name in names
+        ]

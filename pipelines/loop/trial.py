@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from contextlib import redirect_stdout
+from contextlib import ExitStack, redirect_stdout
 from copy import deepcopy
 from typing import Any
 
@@ -11,17 +11,26 @@ import torch
 from torch import Tensor, nn
 
 from actors.runtime.program import Evaluation
-from pipelines.loop.grouping import GroupingTrial
+from pipelines.errors import UserError, first_line
+from pipelines.loop.grouping import CPU, GroupingTrial
 from pipelines.loop.loop import Loop
 from pipelines.loop.microbatch_state import MicrobatchStates
 from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.step import Position
 from pipelines.loop.thread import Request
+from pipelines.training.attention.cut_sequences import (
+    COMPUTED_AGAIN,
+    AttentionRefused,
+    HalvesTrial,
+    refuse_other_sums,
+)
 from pipelines.training.custom.custom_workload import CustomWorkload
+from pipelines.training.custom.module_calls import BodyTrial, CallRecorder
 from pipelines.training.custom.modules.block_flow import in_dtypes
 from pipelines.training.custom.modules.custom_module import parameter_bytes, seeded
 from pipelines.training.custom.modules.custom_pipeline import CustomBatch
 from pipelines.training.workload.parallel_groups import ALONE
+from pipelines.training.workload.seeds import generator_states
 
 MAX_BYTES = 1 << 28
 """The parameters of the largest model that is tried: the trial needs as much again for a copy, and
@@ -32,7 +41,7 @@ NUM_MICROBATCHES = 2
 def try_body(loop: Loop, workload: CustomWorkload, compares: bool = True) -> str | None:
     """Find what would fail on each worker in its warm-up: run the script up to its first step, and
     the body of that on the host. Returns a note for the user if the loss `compares` unequal to
-    that of its parts.
+    that of its parts. The workload gets the calls of its model, for the trial of `tp`.
 
     What follows the body does not run: it may write files that a resumed run needs. Raises
     `LoopMisused`, and what the script raises.
@@ -42,17 +51,18 @@ def try_body(loop: Loop, workload: CustomWorkload, compares: bool = True) -> str
     module = in_dtypes(workload.recipe.model(), workload.recipe)
     # What the body prints belongs to the workers' logs.
     with seeded(workload.settings.seed), open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
-        loop.begin(1, Position(), lambda: loop.state.kept())
-        while loop.await_arrival() and loop.request is not None:
-            loop.answer(_answer(loop.request, workload))
+        _bring_to_body(loop, workload)
         if loop.left_after is not None:
             return None
         states, settings = loop.declaration.states, workload.settings
         is_divided = settings.microbatch > 1 and settings.num_microbatches > 1
         compares = compares and is_divided and not states.states
-        engine = _TrialEngine(workload, states, GroupingTrial(module) if compares else None)
+        recorder = CallRecorder(module)
+        grouping = GroupingTrial(module) if compares else None
+        engine = _TrialEngine(workload, states, grouping, recorder)
         try:
-            sums = loop.compute(engine, module)
+            with recorder:
+                sums = loop.compute(engine, module)
         except Exception:
             if not engine.is_comparing:
                 raise
@@ -61,14 +71,92 @@ def try_body(loop: Loop, workload: CustomWorkload, compares: bool = True) -> str
         loop.restart_script()
         return try_body(loop, workload, compares=False)
     _refuse_no_gradient(module)
+    named = module.named_parameters()
+    trained = frozenset(name for name, parameter in named if parameter.grad is not None)
+    why_no_cp = _why_no_cp(loop, workload) if workload.recipe.sequence else None
+    workload.body = BodyTrial(recorder.calls, trained, why_no_cp)
     return engine.grouping.note(sums[NUM_MICROBATCHES:]) if engine.grouping else None
+
+
+def _why_no_cp(loop: Loop, workload: CustomWorkload) -> str | None:
+    """The reason why `cp` cannot cut the sequences of the batches, or None: the body of a step gets
+    whole sequences, and the parts of two ranks."""
+    recipe, settings = workload.recipe, workload.settings
+    module = in_dtypes(recipe.model(), recipe)
+    try:
+        with seeded(settings.seed), open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+            engine = _HalvesEngine(workload, module)
+            loop.restart_script()
+            _bring_to_body(loop, workload)
+            states = generator_states(CPU)
+            sums = loop.compute(engine, module)
+            if generator_states(CPU) != states:
+                return "a pass draws random numbers, as dropout does: each rank would draw others"
+        engine.trial.refuse(
+            [(part.loss, part.num_tokens) for part in sums],
+            "pass step.backward the mean over the tokens, and their number as weight",
+        )
+        module.eval()
+        for loss in (recipe.evaluation, *recipe.metrics.values()):
+            if loss is not None:
+                batch = workload.example(settings.microbatch, held_out=True).value
+                refuse_other_sums(module, batch, recipe.sequence, loss)
+    except UserError as error:
+        return str(error).removeprefix("cp: ")
+    except Exception as error:  # the script's own code raises any type
+        return (
+            f"the body fails with half of a sequence: {type(error).__name__}: {first_line(error)}"
+        )
+    return None
+
+
+class _HalvesEngine:
+    """An engine of whole and of cut sequences; see `pipelines.loop.step.Engine`."""
+
+    num_microbatches = HalvesTrial.num_passes
+
+    def __init__(self, workload: CustomWorkload, module: nn.Module) -> None:
+        for part in module.modules():
+            part.register_forward_pre_hook(self._refuse_again)
+        self._is_over = False
+        """Whether the forward of a pass is: its backward sees none of the modes of the forward."""
+        self._batch = workload.example(workload.settings.microbatch)
+        self.trial = HalvesTrial(self._batch.value, workload.recipe.sequence)
+        self._num_begun = 0
+        self._attention = ExitStack()
+
+    def next(self) -> CustomBatch:
+        self._attention.close()
+        torch.clear_autocast_cache()
+        attention, value = self.trial.of_pass(self._num_begun)
+        self._num_begun += 1
+        self._attention.enter_context(attention)
+        self._is_over = False
+        return self._batch._replace(value=value)
+
+    def forwarded(self, count: Tensor) -> None:
+        self._attention.close()
+        self._attention.enter_context(AttentionRefused())
+        self._is_over = True
+
+    def left(self) -> None:
+        self._attention.close()
+        self._is_over = False
+
+    def _refuse_again(self, part: nn.Module, inputs: Any) -> None:
+        if self._is_over:
+            raise UserError(COMPUTED_AGAIN)
 
 
 class _TrialEngine:
     """An engine of the first samples; see `pipelines.loop.step.Engine`."""
 
     def __init__(
-        self, workload: CustomWorkload, states: MicrobatchStates, grouping: GroupingTrial | None
+        self,
+        workload: CustomWorkload,
+        states: MicrobatchStates,
+        grouping: GroupingTrial | None,
+        recorder: CallRecorder,
     ) -> None:
         size = workload.settings.microbatch
         samples = workload.first(NUM_MICROBATCHES * size)
@@ -82,6 +170,7 @@ class _TrialEngine:
         self.is_comparing = False
         """Whether the microbatch is one that is only compared."""
         self._num_begun = 0
+        self._recorder = recorder
         self._workload = workload
         self._states = states
 
@@ -89,6 +178,8 @@ class _TrialEngine:
         torch.clear_autocast_cache()
         number, workload = self._num_begun, self._workload
         self._num_begun += 1
+        if number:
+            self._recorder.stop()
         self.is_comparing = number >= NUM_MICROBATCHES
         batch = self._compared_batch(number) if self.is_comparing else self._read(number)
         workload.seed_forward(number)
@@ -104,6 +195,9 @@ class _TrialEngine:
             self.grouping.after()
         self.is_comparing &= self._num_begun < self.num_microbatches
 
+    def left(self) -> None:
+        """Nothing is open."""
+
     def _read(self, number: int) -> CustomBatch:
         return self._workload.read(self._parts[number])
 
@@ -114,6 +208,13 @@ class _TrialEngine:
         batch = self._workload.batch_of(deepcopy(self._compared[number - NUM_MICROBATCHES]))
         self.grouping.after()
         return batch
+
+
+def _bring_to_body(loop: Loop, workload: CustomWorkload) -> None:
+    """Let the script run up to the body of its first step."""
+    loop.begin(1, Position(), lambda: loop.state.kept())
+    while loop.await_arrival() and loop.request is not None:
+        loop.answer(_answer(loop.request, workload))
 
 
 def _answer(request: Request, workload: CustomWorkload) -> Any:

@@ -39,6 +39,7 @@ from pipelines.settings.script_file import ScriptFile
 from pipelines.training.checkpoint.part_file import write_part
 from pipelines.training.checkpoint.reader import read_regions
 from pipelines.training.custom.custom_workload import CustomWorkload
+from pipelines.training.custom.module_calls import BodyTrial
 from pipelines.training.custom.modules.custom_module import MAX_WHOLE_BYTES
 from pipelines.training.models.language_model import LanguageModelWorkload
 from pipelines.training.models.mlp import MlpWorkload
@@ -91,6 +92,7 @@ class TrainingProgram:
         self.workload = make_workload(self.settings, data_folder, recipe, most_bytes, positions)
         if self.loop is not None and isinstance(self.workload, CustomWorkload):
             self.workload.optimizer_factory = self.loop.optimizer_factory
+            self.workload.body = BodyTrial()
         runs_whole = isinstance(self.workload, CustomWorkload) and not self.workload.values.is_large
         self._counter = ForwardFlops() if runs_whole else None
 

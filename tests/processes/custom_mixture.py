@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import torch
+from loops import die_once
 from torch import nn
 from torch.nn.functional import cross_entropy
+from torch.utils.data import DataLoader
 
 from elastic.geometry.sample_order import sample_of
+from pipelines.loop import Run
 from pipelines.run.recipes import with_custom_model
 from pipelines.settings import CheckpointSettings, TrainSettings
 from pipelines.settings.recipe import Recipe
 
 NUM_SAMPLES, WIDTH, NUM_CLASSES, NUM_EXPERTS, TOP_K = 32, 8, 5, 4, 2
+KILLED = 3
 SETTINGS = TrainSettings(
     batch=8,
     microbatch=2,
@@ -89,17 +93,30 @@ def recipe() -> Recipe:
 CUSTOM_SETTINGS = with_custom_model(recipe()).settings
 
 
-def train_in_one_process() -> list[float]:
+def train(run: Run, kind: type[nn.Module] = TwoLayerExperts) -> None:
+    """A loop in which a worker dies in a forward pass."""
+    torch.manual_seed(0)
+    net = Mixture(kind).double()
+    loader = DataLoader(Vectors(), batch_size=SETTINGS.microbatch, shuffle=True)
+    adam = optimizer(list(net.named_parameters()))
+    net, _, _ = run.prepare(net, adam, loader, experts=["layers.*"])
+    for step in run.steps(SETTINGS.steps, SETTINGS.num_microbatches):
+        with step:
+            for number, batch in enumerate(step.batches()):
+                if step.number == KILLED and number == 1:
+                    die_once(step, "forward")
+                step.backward(loss(net, batch))
+
+
+def train_in_one_process(seed: int = SETTINGS.seed) -> list[float]:
     """The usual script: the gradients of the microbatches' mean losses are accumulated."""
-    torch.manual_seed(SETTINGS.seed)
+    torch.manual_seed(seed)
     net, data, losses = Mixture().double(), Vectors(), []
     adam, number = optimizer(list(net.named_parameters())), SETTINGS.num_microbatches
     for step in range(SETTINGS.steps):
         first, total = step * SETTINGS.batch, 0.0
         for begin in range(first, first + SETTINGS.batch, SETTINGS.microbatch):
-            ids = [
-                sample_of(SETTINGS.seed, begin + i, NUM_SAMPLES) for i in range(SETTINGS.microbatch)
-            ]
+            ids = [sample_of(seed, begin + i, NUM_SAMPLES) for i in range(SETTINGS.microbatch)]
             vectors, classes = (
                 torch.stack(part) for part in zip(*map(data.__getitem__, ids), strict=True)
             )

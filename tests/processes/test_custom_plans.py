@@ -4,7 +4,9 @@ equal a plain loop."""
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import custom_decoder
 import custom_llama
@@ -12,8 +14,13 @@ import pytest
 import torch
 from custom_decoder import SETTINGS
 from harness import run_in_processes
+from loops import FOLDER
 
-from elastic.protocol.events import WorkerDraining
+from elastic.geometry.target_layout import TargetLayout
+from elastic.protocol.events import LayoutRequested, WorkerDraining
+from pipelines.loop.script import script_of
+from pipelines.run.custom_plan import refuse_unfit_recipe
+from pipelines.run.program import TrainingProgram
 from pipelines.training.custom.custom_workload import CustomWorkload
 
 
@@ -56,6 +63,52 @@ def test_cut_sequences_train_as_one_process_also_through_a_reshard(tmp_path: Pat
     assert list(run.losses().values()) == pytest.approx(
         custom_decoder.train_in_one_process(), rel=1e-9
     )
+
+
+@pytest.mark.slow
+def test_cut_sequences_of_a_loop_train_as_one_process_through_a_death_and_a_reshard(
+    tmp_path: Path,
+) -> None:
+    (marks := tmp_path / "marks").mkdir()
+    run = run_in_processes(
+        tmp_path,
+        script_of(custom_decoder.train).settings,
+        3,
+        layout="cp=2",
+        due=((9, LayoutRequested("replicas", TargetLayout.parse("dp=2"))),),
+        recipe=f"{custom_decoder.__file__}:train",
+        environment={FOLDER: str(marks)},
+    )
+    assert run.stopped.outcome == "completed", run.stopped
+    assert len(run.lines_of("WorkerLost")) == 1
+    layouts = [line["layout"] for line in run.lines_of("Resume")]
+    assert layouts[:2] == ["cp=2", "cp=2"] and layouts[-1] == "dp=2", run.story()
+    torch.set_num_threads(1)
+    assert list(run.losses().values()) == pytest.approx(
+        custom_decoder.train_in_one_process(seed=0), rel=1e-9
+    )
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({}, None),
+        ({"model": custom_decoder.CountingDecoder}, "take positions from the batch"),
+        ({"has_weight": False}, "pass step.backward the mean over the tokens, and their number"),
+        ({"model": custom_decoder.RecomputingDecoder}, "computed again in backward"),
+        ({"model": custom_decoder.DroppingDecoder}, "draws random numbers"),
+    ],
+)
+def test_a_loop_is_tried_out_with_cut_sequences(
+    options: dict[str, Any], message: str | None
+) -> None:
+    script = script_of(partial(custom_decoder.train, **options))
+    settings = script.settings.model_dump(mode="json")
+    program = TrainingProgram(settings, device="cpu", recipe=script)
+    refuse_unfit_recipe(program, tries_body=True)
+    reason = dict(program.workload.limits().refused).get("cp")
+    assert reason is None if message is None else message in (reason or "")
+    assert "\n" not in (reason or "")
 
 
 def cp_refusal(**changes: object) -> str | None:

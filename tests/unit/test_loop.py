@@ -38,12 +38,16 @@ class ListEngine:
         self.microbatches = list(microbatches)
         self.num_microbatches = len(microbatches)
         self.counts: list[float] = []
+        self.is_left = False
 
     def next(self) -> Microbatch:
         return self.microbatches.pop(0)
 
     def forwarded(self, count: Tensor) -> None:
         self.counts.append(float(count))
+
+    def left(self) -> None:
+        self.is_left = True
 
 
 def make_loader() -> DataLoader[Any]:

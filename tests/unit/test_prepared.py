@@ -60,6 +60,33 @@ def test_objects_that_cannot_be_elastic_are_refused_in_one_line(
     assert "\n" not in str(raised.value)
 
 
+def twins() -> nn.Module:
+    """Two parameters in the same memory, which is no tie: each has a gradient of its own."""
+    model = nn.Sequential(nn.Linear(2, 2, bias=False), nn.Linear(2, 2, bias=False))
+    model[1].weight = nn.Parameter(model[0].weight)
+    return model
+
+
+def test_second_parameter_in_the_same_memory_is_refused_in_one_line() -> None:
+    def made_before(run: Run) -> None:
+        run.prepare(twins())
+
+    def made_after(run: Run) -> None:
+        model = run.prepare(nn.Linear(2, 1))
+        own = nn.Parameter(model.weight.detach().clone())
+        assert own.data_ptr() != model.weight.data_ptr()
+        nn.Parameter(model.weight)
+
+    messages = {
+        made_before: r"0\.weight and 1\.weight are two parameters in the same memory",
+        made_after: r"nn\.Parameter\(\.\.\.\) of a parameter of a prepared model: a second one",
+    }
+    for script, message in messages.items():
+        with pytest.raises(LoopMisused, match=message) as raised:
+            script_of(script)
+        assert "\n" not in str(raised.value)
+
+
 def test_prepared_model_has_its_parameters_until_the_loop_starts() -> None:
     messages: list[str] = []
 

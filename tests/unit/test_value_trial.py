@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import nn
 from torch.distributed.tensor.parallel import SequenceParallel
 from torch.nn.functional import dropout, scaled_dot_product_attention
+from torch.utils.data import DataLoader, TensorDataset
 
+from pipelines.loop import Run
+from pipelines.loop.script import script_of
+from pipelines.run.custom_plan import refuse_unfit_recipe
+from pipelines.run.program import TrainingProgram
 from pipelines.settings import TrainSettings
 from pipelines.settings.recipe import Recipe
 from pipelines.training.custom.custom_workload import CustomWorkload
@@ -111,20 +118,47 @@ class Net(nn.Module):
         return self.head(hidden + self.attention(hidden))
 
 
-def tp_refusal(attention: type[Separate], **settings: object) -> str | None:
+def plan_of(attention: type[Separate]) -> dict[str, object]:
     columns = ("qkv",) if issubclass(attention, Fused) else ("q", "k", "v")
-    plan = {f"attention.{name}": "colwise" for name in columns}
-    plan |= {"attention.out": "rowwise", "attention.norm": SequenceParallel(sequence_dim=2)}
+    plan: dict[str, object] = {f"attention.{name}": "colwise" for name in columns}
+    return plan | {"attention.out": "rowwise", "attention.norm": SequenceParallel(sequence_dim=2)}
+
+
+def tp_refusal(attention: type[Separate], **settings: object) -> str | None:
     recipe = Recipe(
         lambda: Net(attention),
         lambda model, batch: model(batch).pow(2).mean(),
         lambda named: torch.optim.SGD(named, lr=0.1),
         lambda: [torch.randn(LENGTH, WIDTH) for _ in range(4)],
         TrainSettings(batch=4, microbatch=2, **settings),
-        plan=plan,
+        plan=plan_of(attention),
         tp_divides=HEADS,
     )
     return dict(CustomWorkload(recipe).limits().refused).get("tp")
+
+
+def script_refusal(attention: type[Separate], is_tried: bool = True, **attributes: Any) -> Any:
+    """The same of a script whose body calls the model and one of its parts."""
+
+    def train(run: Run) -> None:
+        net = Net(attention).double()
+        for name, value in attributes.items():
+            setattr(net, name, nn.Parameter(value))
+        optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
+        points = TensorDataset(torch.randn(8, LENGTH, WIDTH, dtype=torch.float64))
+        loader = DataLoader(points, batch_size=2)
+        run.prepare(net, optimizer, loader, plan=plan_of(attention), tp_divides=HEADS)
+        for step in run.steps(2, microbatches=2):
+            with step:
+                for (inputs,) in step.batches():
+                    out = net(inputs) + net.head(net.attention(net.embed(inputs)))
+                    step.backward(out.pow(2).mean() * (1 + net.scale if attributes else 1))
+
+    script = script_of(train)
+    settings = script.settings.model_dump(mode="json")
+    program = TrainingProgram(settings, device="cpu", recipe=script)
+    refuse_unfit_recipe(program, tries_body=is_tried)
+    return dict(program.workload.limits().refused).get("tp")
 
 
 @pytest.mark.parametrize(
@@ -146,6 +180,34 @@ def test_plan_that_computes_something_else_is_refused_in_one_line(
     reason = tp_refusal(attention, dtype=dtype)
     assert reason is None if message is None else message in (reason or "")
     assert "\n" not in (reason or "")
+
+
+@pytest.mark.parametrize(
+    ("attention", "message"),
+    [
+        (Separate, None),
+        (Interleaved, None),
+        (Autocast, None),
+        (Fused, "attention.out returns other values"),
+        (Tempered, "attention.temperature gets another gradient"),
+    ],
+)
+def test_plan_of_a_script_is_tried_out_with_values_of_its_calls(
+    attention: type[Separate], message: str | None
+) -> None:
+    reason = script_refusal(attention)
+    assert reason is None if message is None else message in (reason or "")
+    assert "\n" not in (reason or "")
+
+
+def test_parameter_that_a_body_uses_itself_is_refused_under_tp() -> None:
+    reason = script_refusal(Separate, scale=torch.tensor(1.0))
+    assert reason.startswith("tp: the body of the step uses scale itself: use it in the forward")
+
+
+def test_a_line_says_that_a_script_was_not_tried_out(capsys: pytest.CaptureFixture[str]) -> None:
+    assert script_refusal(Fused, is_tried=False) is None
+    assert "tp was not tried out: the body" in capsys.readouterr().err
 
 
 class Large(Separate):

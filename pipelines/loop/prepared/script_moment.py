@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from enum import Enum
+from inspect import currentframe
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
@@ -84,8 +86,10 @@ class ScriptMoment:
 
     def watch(self, module: nn.Module) -> None:
         """Watch a declared model's parameters: in the loop only the run may change them, and within
-        a step they have old values. Raises `LoopMisused` for one whose gradient has a hook."""
+        a step they have old values. Raises `LoopMisused` for one whose gradient has a hook, and for
+        two in the same memory."""
         self._watched += module.parameters()
+        _refuse_shared_memory(module)
         kind = _watched_by(self)
         for name, parameter in module.named_parameters():
             if has_gradient_hook(parameter):
@@ -203,6 +207,20 @@ class ScriptMoment:
             return torch.stack(norms_of(self._watched)).tolist() if self._watched else []
 
 
+def _refuse_shared_memory(module: nn.Module) -> None:
+    known: dict[tuple[int, int], str] = {}
+    for name, parameter in module.named_parameters():
+        place = parameter.data_ptr(), parameter.untyped_storage().nbytes()
+        if not parameter.numel() or parameter.is_meta or not parameter.requires_grad:
+            continue
+        if (other := known.setdefault(place, name)) != name:
+            raise LoopMisused(
+                f"run.prepare: {other} and {name} are two parameters in the same memory, so each "
+                "would be changed by the update of the other: tie them as one, "
+                f"model.{name} = model.{other}, or copy one"
+            )
+
+
 class WatchedParameter(nn.Parameter):
     """A parameter of a declared model, which a script may hold since before its loop."""
 
@@ -213,6 +231,10 @@ class WatchedParameter(nn.Parameter):
         return copied
 
 
+def _makes_parameter(frame: FrameType | None) -> bool:
+    return frame is not None and frame.f_code is nn.Parameter.__new__.__code__
+
+
 def _watched_by(at: ScriptMoment) -> type[WatchedParameter]:
     """A class of parameters whose values are refused within a step."""
 
@@ -221,6 +243,13 @@ def _watched_by(at: ScriptMoment) -> type[WatchedParameter]:
         def __torch_function__(
             cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
+            frame = currentframe()
+            if function is Tensor.detach and frame and _makes_parameter(frame.f_back):
+                raise LoopMisused(
+                    "nn.Parameter(...) of a parameter of a prepared model: a second one in the "
+                    "same memory, which the run would not see: use the model's own, or copy its "
+                    "values, as in nn.Parameter(model.weight.detach().clone())"
+                )
             at.refuse_values(function, args)
             return nn.Parameter.__torch_function__(function, types, args, kwargs or {})
 

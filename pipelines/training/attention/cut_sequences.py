@@ -7,7 +7,8 @@ must treat each token by itself, and take positions from the batch.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,10 @@ from pipelines.training.workload.ring import positions
 
 SequenceDims = Mapping[str | int, int]
 """The dim that is the sequence, by the key of a tensor in the batch."""
+COMPUTED_AGAIN = (
+    "cp: the module is computed again in backward, as by checkpointing, or after it, where its "
+    "attention would see only this rank's tokens: leave that out"
+)
 CausalAttention = Callable[[Tensor, Tensor, Tensor], Tensor]
 NUM_CP = 2
 """The ranks of the trial."""
@@ -118,57 +123,90 @@ def over_ring(length: int, parallel: ParallelGroups) -> AttentionReplaced:
     )
 
 
+class AttentionRefused(AttentionReplaced):
+    """Refuses attention behind a forward pass, where it would see this rank's tokens alone."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda query, key, value: query)
+
+    def _attended(self, *inputs: Any, **keywords: Any) -> Tensor:
+        raise UserError(COMPUTED_AGAIN)
+
+
+class HalvesTrial:
+    """Passes of whole sequences, and then of the parts of two ranks, whose losses must add up.
+
+    Each rank attends to the keys and values of the whole pass.
+    """
+
+    num_passes = 1 + NUM_CP
+
+    def __init__(self, batch: Any, sequence: SequenceDims) -> None:
+        """Raises `UserError` if the tensors of the batch disagree."""
+        self._batch, self._sequence = batch, sequence
+        self._length = length_of(batch, sequence)
+        self._attended: list[tuple[Tensor, Tensor]] = []
+
+    def of_pass(self, number: int) -> tuple[AttentionReplaced, Any]:
+        """The attention in a pass, and its batch."""
+        if not number:
+            return AttentionReplaced(self._attend_whole), self._batch
+        held = positions(self._length, number - 1, NUM_CP)
+        attend = partial(self._attend, held, iter(self._attended))
+        return AttentionReplaced(attend), cut_batch(self._batch, self._sequence, held)
+
+    def refuse(self, sums: Sequence[tuple[Tensor, Tensor]], advice: str) -> None:
+        """Raise `UserError` unless the sums and counts of all passes agree."""
+        whole, *parts = [[value.double() for value in pair] for pair in sums]
+        totals = [sum(values, torch.zeros(()).double()) for values in zip(*parts, strict=True)]
+        if not all(
+            torch.allclose(total, expected, rtol=TOLERANCE)
+            for total, expected in zip(totals, whole, strict=True)
+        ):
+            raise UserError(
+                f"cp: two halves of the sequences have the loss and count {_numbers(totals)}, not "
+                f"{_numbers(whole)} as whole ones: let the module take positions from the batch, "
+                f"not from torch.arange, and {advice}"
+            )
+
+    def _attend_whole(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        self._attended.append((key.detach(), value.detach()))
+        has_groups = query.shape[1] != key.shape[1]
+        return ATTENTION(query, key, value, is_causal=True, enable_gqa=has_groups)
+
+    def _attend(
+        self,
+        held: Tensor,
+        calls: Iterator[tuple[Tensor, Tensor]],
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+    ) -> Tensor:
+        keys, values = next(calls)
+        visible = torch.arange(self._length) <= held[:, None]
+        has_groups = query.shape[1] != keys.shape[1]
+        return ATTENTION(query, keys, values, attn_mask=visible, enable_gqa=has_groups)
+
+
 @torch.no_grad()
 def refuse_other_sums(
     module: nn.Module, batch: Any, sequence: SequenceDims, loss: Callable[[nn.Module, Any], Any]
 ) -> None:
-    """Try out a module of real values with cut sequences: the losses of two ranks must add up to
-    those of whole sequences.
-
-    Each rank attends to the keys and values of the whole pass. Raises `UserError`.
-    """
-    length = length_of(batch, sequence)
-    attended: list[tuple[Tensor, Tensor]] = []
-
-    def attend_whole(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-        attended.append((key, value))
-        has_groups = query.shape[1] != key.shape[1]
-        return ATTENTION(query, key, value, is_causal=True, enable_gqa=has_groups)
-
-    with AttentionReplaced(attend_whole):
-        whole = _pair(loss(module, batch))
-    totals = [torch.zeros(()), torch.zeros(())]
-    for cp_rank in range(NUM_CP):
-        held, calls = positions(length, cp_rank, NUM_CP), iter(attended)
-
-        def attend(
-            query: Tensor, key: Tensor, value: Tensor, held: Tensor = held, calls: Any = calls
-        ) -> Tensor:
-            keys, values = next(calls)
-            visible = torch.arange(length) <= held[:, None]
-            has_groups = query.shape[1] != keys.shape[1]
-            return ATTENTION(query, keys, values, attn_mask=visible, enable_gqa=has_groups)
-
-        with AttentionReplaced(attend):
-            sums = _pair(loss(module, cut_batch(batch, sequence, held)))
-        totals = [total + part for total, part in zip(totals, sums, strict=True)]
-    if not all(
-        torch.allclose(total.double(), expected.double(), rtol=TOLERANCE)
-        for total, expected in zip(totals, whole, strict=True)
-    ):
-        raise UserError(
-            f"cp: two halves of the sequences have the loss and count {_numbers(totals)}, not "
-            f"{_numbers(whole)} as whole ones: let the module take positions from the batch, not "
-            "from torch.arange, and return the sum over tokens and their number"
-        )
+    """Try out a module of real values with cut sequences; see `HalvesTrial`. Raises `UserError`."""
+    trial, sums = HalvesTrial(batch, sequence), []
+    for number in range(trial.num_passes):
+        attention, part = trial.of_pass(number)
+        with attention:
+            sums.append(_pair(loss(module, part)))
+    trial.refuse(sums, "return the sum over tokens and their number")
 
 
-def _pair(losses: Any) -> list[Tensor]:
+def _pair(losses: Any) -> tuple[Tensor, Tensor]:
     match losses:
         case (Tensor() as total, count):
-            return [total.detach().reshape(()), torch.as_tensor(count).reshape(())]
+            return total.detach().reshape(()), torch.as_tensor(count).reshape(())
     raise UserError(NO_PAIR)
 
 
-def _numbers(sums: list[Tensor]) -> str:
+def _numbers(sums: Sequence[Tensor]) -> str:
     return ", ".join(f"{value.item():.6g}" for value in sums)

@@ -30,9 +30,11 @@ NO_PIPELINE = (
 )
 REFUSED = {
     "cp": "the recipe does not say which dims of its batch are the sequence: "
-    "Recipe(sequence={'tokens': 1, 'positions': 1, 'targets': 1}, ...)",
+    "Recipe(sequence={'tokens': 1, 'positions': 1, 'targets': 1}, ...), or in a custom loop "
+    "run.prepare(model, ..., sequence={...})",
     "ep": "it is unknown which of a recipe's modules are experts: "
-    "Recipe(experts=['layers.*.experts'], ...)",
+    "Recipe(experts=['layers.*.experts'], ...), or in a custom loop run.prepare(model, ..., "
+    "experts=[...])",
 }
 
 
@@ -87,11 +89,24 @@ def _numbers_of_experts(module: nn.Module, experts: Sequence[str]) -> dict[str, 
         for name in names:
             numbers[name] = number_of(modules[name])
             if not numbers[name]:
-                raise UserError(
-                    f"experts: dim 0 of each parameter of {name} must be the number of experts, "
-                    "and it must have no buffers: stack the weights of all experts"
-                )
+                raise UserError(_why_no_experts(name, modules[name]))
     return numbers
+
+
+def _why_no_experts(name: str, part: nn.Module) -> str:
+    for inner, listed in part.named_modules():
+        if isinstance(listed, nn.ModuleList) and len(listed):
+            place = f"{name}.{inner}".rstrip(".")
+            weight = next((key for key, _ in listed[0].named_parameters()), "weight")
+            return (
+                f"experts: {place} is a list of {len(listed)} modules: stack their weights in one "
+                f"module, as in nn.Parameter(torch.stack([e.{weight} for e in experts])), which is "
+                "called with tokens (any, dim), chosen experts (any, k) and weights (any, k)"
+            )
+    return (
+        f"experts: dim 0 of each parameter of {name} must be the number of experts, and it must "
+        "have no buffers: stack the weights of all experts"
+    )
 
 
 def _styles(module: nn.Module, plan: Mapping[str, CustomCut]) -> dict[str, Style]:

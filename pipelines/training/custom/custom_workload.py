@@ -39,6 +39,7 @@ from pipelines.training.custom.merge_trial import (
     draws_at_random,
     try_merging,
 )
+from pipelines.training.custom.module_calls import BodyTrial
 from pipelines.training.custom.modules.block_flow import flow_of
 from pipelines.training.custom.modules.custom_module import (
     MAX_WHOLE_BYTES,
@@ -107,6 +108,7 @@ class CustomWorkload:
         self.settings = recipe.settings
         self.dtype: torch.dtype = getattr(torch, recipe.settings.dtype)
         self.optimizer_factory: OptimizerFactory = CustomOptimizerFactory(recipe)
+        self.body: BodyTrial | None = None
         self._open_train = partial(open_indexed, recipe.data, self.settings, positions)
         self.train = self._open_train()
         self.held_out = map_style(recipe.held_out(), "held_out") if recipe.held_out else None

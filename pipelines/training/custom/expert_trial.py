@@ -17,7 +17,7 @@ from pipelines.training.custom.modules.custom_module import (
     count_parameters,
     seeded,
 )
-from pipelines.training.custom.tensor_trial import NUM_SAMPLES, TensorCandidate
+from pipelines.training.custom.tensor_trial import TensorCandidate, loss_of
 from pipelines.training.models.expert_parallel import (
     compute_rows,
     keep_part,
@@ -33,6 +33,9 @@ def why_no_expert_parallelism(candidate: TensorCandidate, shape: ModelShape) -> 
     The outputs of experts in parts must equal those of all together.
     """
     recipe, settings = candidate.recipe, candidate.settings
+    if candidate.body is not None and not candidate.body.calls:
+        _say_untried("the body of the script's step runs first on the workers")
+        return None
     num_parameters = count_parameters(candidate.module())
     if num_parameters > MAX_PARAMETERS:
         _say_untried(f"the module has {num_parameters:,} parameters, over {MAX_PARAMETERS:,}")
@@ -46,7 +49,7 @@ def why_no_expert_parallelism(candidate: TensorCandidate, shape: ModelShape) -> 
         )
     try:
         with seeded(settings.seed), torch.no_grad():
-            recipe.loss(module, candidate.example(min(NUM_SAMPLES, settings.microbatch)).value)
+            loss_of(candidate, lambda tensor: tensor.clone())(module)
     except Exception as error:  # a module that needs a GPU, for example
         _say_untried(f"{type(error).__name__}: {first_line(error)}")
         return None
@@ -61,7 +64,7 @@ def why_no_expert_parallelism(candidate: TensorCandidate, shape: ModelShape) -> 
             f"(any, k): {type(error).__name__}: {first_line(error)}"
         )
     unused = [name for name in experts if name not in calls]
-    return f"the recipe's loss does not call {unused[0]}" if unused else None
+    return f"a pass does not call {unused[0]}" if unused else None
 
 
 def _say_untried(why: str) -> None:

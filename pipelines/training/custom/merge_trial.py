@@ -129,8 +129,6 @@ def why_no_context_parallelism(candidate: MergeCandidate) -> str | None:
     recipe, settings = candidate.recipe, candidate.settings
     if recipe.pipeline:
         return "the blocks of a pipeline get whole sequences: leave out the recipe's pipeline"
-    if settings.activation_checkpointing != "none" or settings.compile:
-        return "the attention of a recipe needs activation_checkpointing=none and compile=false"
     if draws_at_random(candidate):
         return (
             "a pass draws random numbers, as dropout does, or could not be tried out: each rank "

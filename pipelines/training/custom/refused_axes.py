@@ -33,10 +33,17 @@ def refused_axes(
     trials: dict[str, Callable[[], str | None]] = {
         "tp": lambda: why_no_tensor_parallelism(candidate, shape),
         "ep": lambda: why_no_expert_parallelism(candidate, shape),
-        "cp": lambda: why_no_context_parallelism(candidate),
+        "cp": lambda: _why_no_context_parallelism(candidate),
         "pp": lambda: why_no_pipeline(candidate) or why_not_split,
     }
     for axis, why_not in trials.items():
         if axis not in refused and (reason := why_not()):
             refused[axis] = reason
     return tuple(refused.items())
+
+
+def _why_no_context_parallelism(candidate: AxesCandidate) -> str | None:
+    settings, body = candidate.settings, candidate.body
+    if settings.activation_checkpointing != "none" or settings.compile:
+        return "the attention of a recipe needs activation_checkpointing=none and compile=false"
+    return why_no_context_parallelism(candidate) if body is None else body.why_no_cp

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipelines.errors import UserError, first_line
 from pipelines.training.custom.merge_trial import (
+    CPU,
     MAX_PARAMETERS,
     NOISE,
     MergeCandidate,
     draws_at_random,
 )
+from pipelines.training.custom.module_calls import BodyTrial, Convert
 from pipelines.training.custom.modules.custom_module import (
     build_on_host,
     count_parameters,
@@ -25,7 +28,7 @@ from pipelines.training.custom.modules.loss_sums import loss_sums_of
 from pipelines.training.tensor.draw_trial import find_draws, for_trial
 from pipelines.training.tensor.sharded_draws import Unknown
 from pipelines.training.tensor.value_trial import Untried, refuse_other_values
-from pipelines.training.workload.seeds import keyed_generator
+from pipelines.training.workload.seeds import generator_states, keyed_generator
 from pipelines.training.workload.state import stored_dtype
 from pipelines.training.workload.trees import mapped
 from pipelines.training.workload.workload import ModelShape
@@ -36,30 +39,34 @@ NUM_SAMPLES = 2
 class TensorCandidate(MergeCandidate, Protocol):
     """A custom workload, as the trial sees it."""
 
+    body: BodyTrial | None
+    """Of a script; None: a recipe, which has a loss."""
+
     def example(self, num_samples: int) -> CustomBatch: ...
 
 
 def why_no_tensor_parallelism(candidate: TensorCandidate, shape: ModelShape) -> str | None:
     """The reason why the module cannot be trained under `tp`, or None.
 
-    It runs twice on the meta device, where only shapes are known; a recipe that does not run there
+    It runs twice on the meta device, where only shapes are known; a module that does not run there
     is refused if it draws random numbers. Then it runs with values, whole and on virtual ranks.
     """
-    recipe, settings = candidate.recipe, candidate.settings
+    settings = candidate.settings
+    if candidate.body is not None and not candidate.body.calls:
+        _say("tp was not tried out: the body of the script's step runs first on the workers")
+        return None
     divides = shape.limits.tp_divides or 2
     num_tp = next((tp for tp in range(2, divides + 1) if divides % tp == 0), None)
     if num_tp is None:
         return None
     try:
         with seeded(settings.seed):
-            batch = candidate.example(min(NUM_SAMPLES, settings.microbatch))
-            value = mapped(lambda tensor: tensor.to("meta"), batch.value)
-            whole, cut = (
-                for_trial(candidate.module(), getattr(torch, settings.dtype)) for _ in range(2)
-            )
-            draws = find_draws(whole, cut, shape, num_tp, lambda module: recipe.loss(module, value))
+            dtype = getattr(torch, settings.dtype)
+            whole, cut = (for_trial(candidate.module(), dtype) for _ in range(2))
+            loss = loss_of(candidate, lambda tensor: _in_dtype(tensor, dtype).to("meta"))
+            draws = find_draws(whole, cut, shape, num_tp, loss)
     except Unknown as unknown:
-        if draws_at_random(candidate):
+        if _draws(candidate):
             return str(unknown)
         draws = []
     except UserError as error:
@@ -74,28 +81,72 @@ def _why_other_values(candidate: TensorCandidate, shape: ModelShape, num_tp: int
 
     Without a trial with values one line says so.
     """
-    recipe, settings = candidate.recipe, candidate.settings
+    settings = candidate.settings
     num_parameters = count_parameters(candidate.module())
     try:
         if num_parameters > MAX_PARAMETERS:
             raise Untried(f"the module has {num_parameters:,} parameters, over {MAX_PARAMETERS:,}")
         with seeded(settings.seed):
-            batch = candidate.example(min(NUM_SAMPLES, settings.microbatch))
             modules = [_with_noise(candidate) for _ in range(1 + num_tp)]
             dtype = stored_dtype(settings)
-            value = mapped(lambda t: t.to(dtype) if t.is_floating_point() else t, batch.value)
-            refuse_other_values(
-                modules,
-                shape,
-                lambda module: loss_sums_of(recipe.loss(module, value), batch.num_held).loss,
-            )
+            loss = loss_of(candidate, lambda tensor: _in_dtype(tensor.clone(), dtype))
+            refuse_other_values(modules, shape, loss)
+            if candidate.body is not None:
+                _refuse_outside(modules[0], candidate.body)
     except UserError as error:
         return str(error)
     except Exception as error:  # a module that needs a GPU, for example
         kind = "" if isinstance(error, Untried) else f"{type(error).__name__}: "
         reason = kind + first_line(error)
-        print(f"elastic: tp was tried out with shapes, not with values: {reason}", file=sys.stderr)
+        _say(f"tp was tried out with shapes, not with values: {reason}")
     return None
+
+
+def loss_of(candidate: TensorCandidate, convert: Convert) -> Callable[[nn.Module], Tensor]:
+    """The loss of a few samples, whose tensors `convert` makes; of a script that of its calls."""
+    if (body := candidate.body) is not None:
+        return lambda module: body.repeat(module, convert)
+    batch = candidate.example(min(NUM_SAMPLES, candidate.settings.microbatch))
+
+    def loss(module: nn.Module) -> Tensor:
+        losses = candidate.recipe.loss(module, mapped(convert, batch.value))
+        return loss_sums_of(losses, batch.num_held).loss
+
+    return loss
+
+
+def _draws(candidate: TensorCandidate) -> bool:
+    """Whether a pass draws random numbers, or may."""
+    if candidate.body is None or count_parameters(candidate.module()) > MAX_PARAMETERS:
+        return draws_at_random(candidate)
+    dtype = stored_dtype(candidate.settings)
+    try:
+        with seeded(candidate.settings.seed):
+            states = generator_states(CPU)
+            loss = loss_of(candidate, lambda tensor: _in_dtype(tensor.clone(), dtype))
+            loss(_with_noise(candidate))
+            return generator_states(CPU) != states
+    except Exception:  # what is wrong with it, the run reports
+        return True
+
+
+def _refuse_outside(whole: nn.Module, body: BodyTrial) -> None:
+    """Raise `UserError` for a parameter that the body itself uses, as nothing shards it there."""
+    named = whole.named_parameters()
+    inside = {name for name, parameter in named if parameter.grad is not None}
+    if outside := sorted(body.trained - inside):
+        raise UserError(
+            f"tp: the body of the step uses {outside[0]} itself: use it in the forward of the "
+            "module that has it"
+        )
+
+
+def _in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+
+def _say(line: str) -> None:
+    print(f"elastic: {line}", file=sys.stderr)
 
 
 def _with_noise(candidate: TensorCandidate) -> nn.Module:
