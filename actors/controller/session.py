@@ -36,6 +36,7 @@ from elastic.protocol.commands import (
     Resume,
     RolledBack,
     SetAside,
+    StepTimeCompared,
     Stopped,
     Waited,
     Warned,
@@ -218,7 +219,7 @@ class ControllerSession:
                 self.outcome = command
             case Resharded() | RolledBack() | Warned() | Waited() | LayoutAnswered():
                 pass  # the journal line is all that it needs
-            case Replaced() | NodeQuarantined() | NodeReleased():
+            case Replaced() | NodeQuarantined() | NodeReleased() | StepTimeCompared():
                 pass  # the same
             case _:
                 if isinstance(command, Resume):

@@ -92,7 +92,9 @@ def members_drain(state: ControllerState) -> bool:
 
 def is_too_late_to_pause(state: ControllerState, now: float) -> bool:
     """Whether a node ends before the next step boundary, by the median of the latest steps."""
-    return drain_deadline(state) < max(now, state.steps.boundary_at + state.steps.median_s())
+    return drain_deadline(state) < max(
+        now, state.steps.boundary_at + state.steps.measured.median_s()
+    )
 
 
 def drain_deadline(state: ControllerState) -> float:

@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
-from elastic.duties.bandwidth import capacity_now, known_job
+from elastic.duties.bandwidth import capacity_now, corrected_job
 from elastic.geometry.errors import Infeasible
 from elastic.geometry.layout import Layout
 from elastic.geometry.target_layout import TargetLayout
@@ -106,5 +106,5 @@ def _choose(
 ) -> LayoutChoice | Infeasible:
     capacity = replace(capacity_now(state), num_workers=num_workers)
     return plan_layout(
-        _present(state), capacity, target_layout, known_job(state), snapshots_cover=False
+        _present(state), capacity, target_layout, corrected_job(state), snapshots_cover=False
     )

@@ -292,6 +292,17 @@ class Replaced:
 
 
 @dataclass(frozen=True, slots=True)
+class StepTimeCompared:
+    """A new layout's median step, and what was predicted for it: later predictions learn from
+    it."""
+
+    generation: int
+    layout: str
+    predicted_s: float
+    measured_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class NodeQuarantined:
     """No worker starts on a node before `until` (seconds since the epoch)."""
 
@@ -378,6 +389,7 @@ Command = (
     | RolledBack
     | Warned
     | Replaced
+    | StepTimeCompared
     | NodeQuarantined
     | NodeReleased
     | Waited

@@ -31,6 +31,7 @@ from elastic.protocol.commands import (
     StartSnapshotServer,
     StartStore,
     StartWorkers,
+    StepTimeCompared,
     Stopped,
     StopSnapshotServer,
     StopWorker,
@@ -103,7 +104,7 @@ def _of_command(command: Command) -> str:  # noqa: C901 (one flat case a command
             return f"g{command.generation} to {steps}, {command.source}{_without(command)}{cause}"
         case Warned():
             return f"{command.kind}: {command.text}"
-        case Replaced() | NodeQuarantined() | NodeReleased():
+        case Replaced() | NodeQuarantined() | NodeReleased() | StepTimeCompared():
             return _of_watching(command)
         case Waited():
             return command.reason
@@ -128,7 +129,9 @@ def _of_survivors(command: RollForward | SendRecords) -> str:
     return f"{receivers} at step {command.vote.step}"
 
 
-def _of_watching(command: Replaced | NodeQuarantined | NodeReleased) -> str:
+def _of_watching(command: Replaced | NodeQuarantined | NodeReleased | StepTimeCompared) -> str:
+    if isinstance(command, StepTimeCompared):
+        return f"{command.layout} {command.measured_s:.4g} s, not {command.predicted_s:.4g} s"
     name = command.worker if isinstance(command, Replaced) else command.node
     return f"{name}: {command.cause}"
 

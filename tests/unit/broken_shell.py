@@ -390,7 +390,7 @@ def extra_commands() -> list[Command]:
         all_commands.SendRecords(1, (), 0),
         all_commands.RolledBack(1, 1, 1, "live"),
         all_commands.Warned(1, 1, "notice", "text"),
-        all_commands.Replaced("w9", "slow"),
+        *(all_commands.Replaced("w9", "slow"), all_commands.StepTimeCompared(1, "dp=2", 1.0, 1.0)),
         all_commands.NodeQuarantined("node9", 0.0, "crashes"),
         all_commands.NodeReleased("node9", "its quarantine is over"),
         all_commands.LayoutAnswered(1, "request", "dp=2", "dp=2"),

@@ -130,7 +130,7 @@ def test_drain_waits_for_a_step_boundary_that_is_near() -> None:
 
 def test_drain_waits_for_a_step_boundary_if_no_step_was_timed() -> None:
     core = make_training_core("aabb")
-    core.state.steps.recent_step_s.clear()
+    core.state.steps.measured.recent_s.clear()
     assert select(Pause, drain_node(core, "b", 3.0))
 
 

@@ -35,6 +35,7 @@ LEVELS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("protocol",),
         ("simulation",),
         ("planner", "reshard"),
+        ("planner/models",),
         ("geometry",),
     ),
     "actors": (

@@ -15,6 +15,7 @@ from pipelines.observe.history.run_events import (
     WorkerPlace,
     controller_text,
     evaluation_text,
+    step_time_text,
 )
 
 PHASES = {
@@ -32,14 +33,8 @@ PHASES = {
 MAX_KEPT = 4096
 QUARANTINED = "its node is quarantined"
 
-KINDS_WITH_STEP = (
-    "checkpoint",
-    "evaluated",
-    "skipped",
-    "not finite",
-    "nothing counted",
-    "spike",
-    "audit",
+KINDS_WITH_STEP = frozenset(
+    ["checkpoint", "evaluated", "skipped", "not finite", "nothing counted", "spike", "audit"]
 )
 """The kinds of events whose journal line has the step."""
 
@@ -298,8 +293,8 @@ class Membership:
                     self.waiting_since = line["time"]
                 kind = "waiting" if self._has_resumed else "starting"
                 self._note(line, kind, self.phase, line["reason"])
-            case "LayoutAnswered":
-                self._answer_layout(line)
+            case "LayoutAnswered" | "StepTimeCompared":
+                self._take_layout(name, line)
             case "ControllerRestarted" | "ControllerRaised" | "ControllerRecovered":
                 self._take_controller(name, line)
             case "StopRequested":
@@ -321,8 +316,12 @@ class Membership:
         text = evaluation_text(line)
         self._note(line, "evaluated", text, value=line["loss"], metrics=metrics)
 
-    def _answer_layout(self, line: dict[str, Any]) -> None:
-        """Note the answer to a layout request, unless the run has that layout already."""
+    def _take_layout(self, name: str, line: dict[str, Any]) -> None:
+        """Note how long steps of a layout take, or the answer to a layout request, unless the run
+        has that layout already."""
+        if name == "StepTimeCompared":
+            self._note(line, "step time", step_time_text(line), line["layout"])
+            return
         planned, present, refusal = line["planned"], line["present"], line["refusal"]
         if refusal:
             self._note(line, "refused layout", f"layout refused: {refusal}", cause=refusal)

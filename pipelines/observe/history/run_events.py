@@ -14,8 +14,8 @@ class RunEvent:
 
     `kind` is ready, joined, lost, left, draining, worker draining, resumed, rolled back,
     skipped, spike, audit, straggler, quarantined, used again, checkpoint, failed checkpoint,
-    evaluated, hang, starting, waiting, layout, refused layout, controller restarted, controller
-    error, controller recovered, not finite, nothing counted, stopping or stopped.
+    evaluated, hang, starting, waiting, layout, step time, refused layout, controller restarted,
+    controller error, controller recovered, not finite, nothing counted, stopping or stopped.
     `short` is its subject in a word or two. `value` is the held-out loss of an evaluation, or the
     seconds of a recovery; `metrics` are the other metrics of the held-out data.
     """
@@ -71,6 +71,14 @@ def controller_text(name: str, line: dict[str, Any]) -> tuple[str, str]:
             text = f"controller error at {line['place']}: {line['message']}"
             return "controller error", text
     return "controller recovered", f"the controller has recovered at {line['place']}"
+
+
+def step_time_text(line: dict[str, Any]) -> str:
+    """The text of a `StepTimeCompared` line."""
+    predicted_s, measured_s = line["predicted_s"], line["measured_s"]
+    longer = measured_s / predicted_s - 1
+    than = f"{abs(longer):.0%} {'more' if longer > 0 else 'less'} than predicted"
+    return f"{line['layout']} takes {measured_s:.3g} s a step, {than} ({predicted_s:.3g} s)"
 
 
 def evaluation_text(line: dict[str, Any]) -> str:
