@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 from elastic.controller.aborting import abort, on_lost
 from elastic.duties.membership import forget
+from elastic.duties.quarantine import blame
 from elastic.duties.rollback import order_rollback, rollback_obstacle, void_after
 from elastic.protocol.commands import Command, StopWorker, Warned
 from elastic.protocol.controller_state import ControllerState
@@ -62,6 +63,7 @@ def on_audited(state: ControllerState, now: float, event: Audited) -> list[Comma
         text = f"{worker} holds different bits than {majority_size} replicas of the same state"
         commands.append(_warned(event, f"{text} at step {event.step}: it is replaced"))
         commands.append(StopWorker(worker, SILENT))
+        commands += blame(state, now, worker, SILENT)
         forget(state, now, worker, SILENT)
     if undecided:
         cause = _undecided_text(event, undecided)

@@ -354,9 +354,9 @@ class Core:
                 cause = f"{type(phase).__name__} timed out waiting for {pending}"
                 if isinstance(phase, Forming):
                     forming.note_time(state, now, phase)
-                else:
-                    note_reshard(state, phase, is_late=True)
-                return aborting.abort(state, now, cause)
+                    return aborting.abort(state, now, cause)
+                note_reshard(state, phase, is_late=True)
+                return aborting.abort_late_reshard(state, now, cause)
             case Running() | Pausing() if now >= running.hang_deadline(state, phase):
                 return aborting.abort(state, now, "no progress: a worker hangs", is_hang=True)
             case Aborting() if now >= phase.deadline and not state.steps.catch_up:

@@ -99,6 +99,7 @@ def try_form(state: ControllerState, now: float) -> list[Command]:
     if source.old is None:
         break_uploads(state)  # their steps will be recomputed with different bits
     retire_snapshot_set(state, source.step)
+    state.steps.measured.expect(assignment.layout, proposal.step_s)
     attempt = Attempt(assignment, plan, source.kind, source.path, now)
     state.forming.ever_formed = True
     state.enter(Forming(attempt, participants, now + _timeout_s(state, len(participants))))

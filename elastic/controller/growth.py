@@ -15,7 +15,7 @@ from statistics import mean, median
 from elastic.controller.next_assignment import whole_assignment
 from elastic.duties.bandwidth import capacity_now, known_job
 from elastic.geometry.errors import Infeasible
-from elastic.planner.step_cost import cost_of
+from elastic.planner.models.step_cost import cost_of
 from elastic.protocol.commands import Command, StopWorker
 from elastic.protocol.controller_state import ControllerState
 
@@ -36,8 +36,8 @@ def note_pause(state: ControllerState, now: float, step_s: float) -> None:
 def growth_deadline(state: ControllerState) -> float:
     """When to decide about standby workers: others may join them, and the calm may have to last
     longer."""
-    if state.growth.standby_since is None:
-        return inf
+    if state.growth.standby_since is None or state.forming.num_attempts:
+        return inf  # a run that recovers commits a step first
     if len(state.membership.records) == len(state.membership.warm):
         return state.growth.no_growth_before
     return max(

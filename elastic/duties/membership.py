@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Set
 
 from elastic.duties.poison_batches import note_lost_worker
-from elastic.duties.uploads import break_uploads
+from elastic.duties.uploads import lose_uploads
 from elastic.geometry.machine_report import Peer
 from elastic.protocol.commands import Command, StartWorkers, StopWorker, Warned
 from elastic.protocol.controller_state import ControllerState
@@ -89,10 +89,7 @@ def forget(
     state.checkpoints.late_writers.discard(worker)
     for held in state.live.holdings():
         held.holders.discard(worker)
-    if break_uploads(state, lambda upload: worker in upload.pending):
-        state.checkpoints.want_save(
-            now
-        )  # else the next one would come a full interval after the lost one
+    lose_uploads(state, now, lambda upload: worker in upload.pending)
 
 
 def drain_for_good(
@@ -212,22 +209,22 @@ def _count_start_failure(
     """Back off before the next start; end the run after too many failures without a ready worker.
 
     Machines on which workers fail at once do not end a run whose other workers are still warming
-    up.
+    up: while some that started no later are, as many failures as there are workers count little.
     """
     state.membership.num_start_failures += 1
-    reason = f"workers die while they start: {cause}"
-    first_s, num_failures = state.policy.restart_backoff_s, state.membership.num_start_failures
-    state.membership.no_start_before = now + backoff_s(first_s, num_failures, MAX_BACKOFF_S)
-    max_failures = state.policy.max_start_failures
-    if outcome == "user_error":
-        # All workers of one machine fail at once, others may not.
-        max_failures += state.policy.max_workers
-        reason = cause
-    if state.membership.num_start_failures < max_failures or state.membership.ever_ready:
+    num_failures, policy = state.membership.num_start_failures, state.policy
+    pause_s = backoff_s(policy.restart_backoff_s, num_failures, MAX_BACKOFF_S)
+    state.membership.no_start_before = now + pause_s
+    if state.membership.ever_ready:
         return
+    is_unfit = outcome == "user_error"
     since = state.membership.records[worker].since
-    others_start = any(record.since < since for record in state.membership.records.values())
-    if outcome == "user_error" and others_start:
+    others = [record for name, record in state.membership.records.items() if name != worker]
+    max_failures = policy.max_start_failures
+    if is_unfit or any(record.since <= since for record in others):
+        max_failures += policy.max_workers
+    if is_unfit and any(record.since < since for record in others):
         max_failures *= LONG_START_FACTOR
-    if state.membership.num_start_failures >= max_failures:
+    reason = cause if is_unfit else f"workers die while they start: {cause}"
+    if num_failures >= max_failures:
         state.ending = Ending(outcome, reason)

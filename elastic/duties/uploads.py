@@ -66,6 +66,13 @@ def break_uploads(
     return list(broken.values())
 
 
+def lose_uploads(state: ControllerState, now: float, selects: Callable[[Upload], bool]) -> None:
+    """Break the selected uploads, and request another checkpoint in their place: else the next one
+    would come a full interval after the lost one."""
+    if break_uploads(state, selects):
+        state.checkpoints.want_save(now)
+
+
 def upload_deadline(state: ControllerState) -> float:
     """When the next upload is late, if no other deadline ends the wait for it."""
     if state.ending:

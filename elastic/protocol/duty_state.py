@@ -10,10 +10,10 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
-from elastic.geometry.layout import Layout
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.topology import Place
 from elastic.planner.checkpoint_interval import CheckpointCosts
+from elastic.planner.models.measured_steps import MeasuredSteps
 from elastic.protocol.duty_records import (
     CatchUp,
     Crash,
@@ -74,9 +74,8 @@ class StepDuty(Duty):
     """First and last step of which only the records were received, not the votes: their parts show
     which of them were saved."""
     last_vote: Vote | None = None  # the newest of this generation that any worker has read
-    recent_step_s: list[float] = field(default_factory=list)
+    measured: MeasuredSteps = field(default_factory=MeasuredSteps)
     first_s: float = 0.0  # the longest first step of a generation, which may compile
-    timed_layout: Layout | None = None  # of the steps in `recent_step_s`
     boundary_at: float = 0.0
     """When the members were last known to be at a step boundary. They pass others while the
     controller is away, so this time does not move."""
@@ -85,11 +84,6 @@ class StepDuty(Duty):
     def begin_generation(self) -> None:
         """A vote decides a step of its own generation only."""
         self.unheard, self.last_vote, self.stalled = (0, 0), None, ()
-
-    def median_s(self) -> float:
-        """Median step time, 0 if no step was timed."""
-        times = sorted(self.recent_step_s)
-        return times[len(times) // 2] if times else 0.0
 
 
 @dataclass(slots=True)
@@ -119,6 +113,7 @@ class FormingDuty(Duty):
     sent_bytes_per_s: float = 0.0  # by a member in the latest live reshard; 0: not measured
     num_late_reshards: int = 0  # that exceeded their time limit since the latest measured one
     num_attempts: int = 0  # recoveries since the last committed step
+    deferred: dict[str, int] = field(default_factory=dict)  # newcomers, by attempts that broke
     last_failure: str = ""
 
 

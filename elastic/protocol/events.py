@@ -231,7 +231,8 @@ class Quiesced:
 
     `vote` is the latest that it has read. `gradients_complete`: it can still apply the step after
     `committed_step`. `torn`: an apply raised half-way. `records` are those of the steps after
-    `Abort.committed_step`; empty if there are too many for one report.
+    `Abort.committed_step`; empty if there are too many for one report. `saving_step` is the step of
+    the newest checkpoint of which it has begun to write its part; 0 if there is none.
     """
 
     worker: str
@@ -241,6 +242,7 @@ class Quiesced:
     gradients_complete: bool = False
     torn: bool = False
     records: tuple[StepRecord, ...] = ()
+    saving_step: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from sim.storage import Storage
 
 from elastic.controller.core import Core
 from elastic.geometry.assignment import Assignment
+from elastic.geometry.errors import Infeasible
 from elastic.geometry.layout import AXES
 from elastic.geometry.regions import Region
 from elastic.geometry.target_layout import TargetLayout
@@ -201,17 +202,26 @@ class Checks:
         memories = [
             m for w in available if (m := state.membership.records[w].memory_bytes) is not None
         ]
-        shuffled = self._random.sample(available, len(available))
-        reassigned = assign(
-            form.plan.old,
-            shuffled,
-            generation=form.generation,
-            target_layout=state.layouts.target,
-            topology={w: state.membership.records[w].place for w in shuffled},
-            job=state.job,
-            memory_bytes=min(memories, default=None),
-        )
-        assert reassigned == form.assignment, "invariant 2: arrival order matters"
+        standbys = set(form.assignment.standbys)
+        assert standbys == set(available) - set(form.assignment.members), "a worker is forgotten"
+        deferred = standbys & state.forming.deferred.keys()
+        reassigned = []
+        for workers in (available, [w for w in available if w not in deferred]):
+            shuffled = self._random.sample(workers, len(workers))
+            assigned = assign(
+                form.plan.old,
+                shuffled,
+                generation=form.generation,
+                target_layout=state.layouts.target,
+                topology={w: state.membership.records[w].place for w in shuffled},
+                job=state.job,
+                memory_bytes=min(memories, default=None),
+            )
+            assert not isinstance(assigned, Infeasible) or deferred
+            reassigned.append(assigned)
+        members = [(a.layout, a.members) for a in reassigned if isinstance(a, Assignment)]
+        expected = (form.assignment.layout, form.assignment.members)
+        assert expected in members, "invariant 2: arrival order matters"
 
     def _check_nodes(self, form: Form, former: Form | None, state: ControllerState) -> None:
         """No worker gets a rank on a quarantined node while there are enough others. A worker of an

@@ -194,21 +194,13 @@ class Trainer:
         self._around.meetings.leave(control.name)
         records = self._records.after(self._known_step, NUM_REPORTED_RECORDS + 1)
         missing = records if len(records) <= NUM_REPORTED_RECORDS else ()
-        if stepper is None:
-            control.report(Quiesced(control.name, generation, self._held_step, records=missing))
-            return
-        yield 0.0
-        control.report(
-            Quiesced(
-                control.name,
-                generation,
-                stepper.committed_step,
-                stepper.vote,
-                stepper.gradients_complete,
-                stepper.torn,
-                missing,
-            )
-        )
+        at = self._held_step, None, False, False
+        if stepper is not None:
+            yield 0.0
+            step, vote = stepper.committed_step, stepper.vote
+            at = step, vote, stepper.gradients_complete, stepper.torn
+        report = Quiesced(control.name, generation, *at, missing, self._writer.begun_step)
+        control.report(report)
 
     def send_records(self, command: SendRecords) -> None:
         """Answer at once, beside training."""
