@@ -42,9 +42,11 @@ class Snapshots:
         *,
         secret: bytes,
         report: Callable[[Event], None] = lambda _: None,
+        patience_s: float = PATIENCE_S,
     ) -> None:
-        """`every` counts unless an order has another interval. `secret` is the run's, which all its
-        snapshot servers know."""
+        """`every` counts unless an order has another interval. A vote waits for a snapshot up to
+        `patience_s`. `secret` is the run's, which all its snapshot servers know."""
+        self._patience_s = patience_s
         self._report = report
         self._cost = SnapshotCost()
         self._timed: tuple[StartSnapshots, int] | None = None
@@ -58,6 +60,8 @@ class Snapshots:
         self._sink: Sink | None = None
         self._under_way: PendingSnapshot | None = None
         self._kept_step = self._due_step = NO_STEP
+        self._held_step = NO_STEP
+        """The step of the worker's tensors, until they change."""
         self._is_patient = True
 
     def start_snapshots(self, order: StartSnapshots) -> None:
@@ -90,6 +94,7 @@ class Snapshots:
     def begin(self, step: int, assignment: Assignment, tensors: Mapping[str, Tensor]) -> None:
         """Called at each step boundary: begin a snapshot if one is due and no older one is still
         under way."""
+        self._held_step = step
         self._cost.end_step()
         self._report_cost()
         with self._cost.spending():
@@ -144,14 +149,14 @@ class Snapshots:
     def await_whole(self, check: Callable[[], None]) -> None:
         """Called before a vote: wait until the snapshot is complete at every server.
 
-        `check` may raise meanwhile. If a server is gone, this waits up to `PATIENCE_S` for the
-        controller to name another. Raises the exception that broke the copy.
+        `check` may raise meanwhile. If a server is gone, this waits for the controller to
+        name another. Raises the exception that broke the copy.
         """
         with self._cost.spending():
             self._await_whole(check)
 
     def _await_whole(self, check: Callable[[], None]) -> None:
-        deadline = time.monotonic() + PATIENCE_S * self._is_patient
+        deadline = time.monotonic() + self._patience_s * self._is_patient
         while (snapshot := self._under_way) and not snapshot.is_whole:
             if snapshot.error:
                 raise snapshot.error
@@ -159,6 +164,8 @@ class Snapshots:
                 order = self._order
                 if order and not self._is_due(order, snapshot.step):
                     return  # a longer interval has been ordered meanwhile
+                if snapshot.step != self._held_step:
+                    return  # its tensors have changed: a later snapshot replaces it
                 if self._sink and order is not self._sink.order:
                     self._begin(snapshot.step, snapshot.assignment, snapshot.tensors)
                 else:
@@ -171,6 +178,7 @@ class Snapshots:
 
     def await_copied(self) -> None:
         """Called before the tensors change, which a GPU does only once they have been copied."""
+        self._held_step = NO_STEP
         with self._cost.spending():
             self._release()
 
@@ -182,7 +190,7 @@ class Snapshots:
         self._close_sink()
         self._order = self._noted = None
         self._is_patient = True
-        self._kept_step = self._due_step = NO_STEP
+        self._kept_step = self._due_step = self._held_step = NO_STEP
         self._cost.end_generation()
 
     def _close_sink(self) -> None:

@@ -36,17 +36,13 @@ class CheckpointPart:
     """As for `HostCopy`."""
 
     def __post_init__(self) -> None:
-        self._copy = HostCopy([tensor for _, tensor in self.tensors.values()], self.ring)
+        self.host_copy = HostCopy([tensor for _, tensor in self.tensors.values()], self.ring)
 
     def copy(self) -> None:
         """Copy the tensors to host memory."""
         regions, trained = zip(*self.tensors.values(), strict=True) if self.tensors else ((), ())
-        copied = zip(regions, self._copy.to_host(trained), strict=True)
+        copied = zip(regions, self.host_copy.to_host(trained), strict=True)
         self.tensors = dict(zip(self.tensors, copied, strict=True))
-
-    def hold_changes(self, timeout_s: float) -> bool:
-        """See `HostCopy.hold_changes`."""
-        return self._copy.hold_changes(timeout_s)
 
 
 class PartWriter:
@@ -65,7 +61,7 @@ class PartWriter:
         self._run = run
         self._program = program
         self._report = report
-        self._newest: CheckpointPart | None = None
+        self._newest: HostCopy | None = None
         self.begun_step = 0
         self.begun_generation = 0
         """Step and generation of the newest part."""
@@ -80,7 +76,7 @@ class PartWriter:
     def begin(self, part: CheckpointPart) -> None:
         """Queue a part; called on the training thread. The tensors must not change until
         `await_copied` returns."""
-        self._newest, self.begun_step = part, part.step
+        self._newest, self.begun_step = part.host_copy, part.step
         self.begun_generation = part.generation
         self._parts.put(part)
 

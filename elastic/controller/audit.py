@@ -95,7 +95,8 @@ def _undecided_text(event: Audited, splits: Sequence[AuditSplit]) -> str:
 def _roll_back(state: ControllerState, cause: str, obstacle: str) -> None:
     """Roll back to the last clean audit or before. If that is impossible, or happens too often, the
     run ends so that a person can decide."""
-    if not obstacle and order_rollback(state, state.audits.audited_step, cause):
+    limit = state.audits.audited_step
+    if not obstacle and order_rollback(state, limit, cause, is_state_in_doubt=True):
         return
     obstacle = obstacle or f"{state.policy.max_rollbacks} rollbacks have not helped"
     state.ending = state.ending or Ending("failed", f"{cause}; {obstacle}")

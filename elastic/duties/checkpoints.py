@@ -271,6 +271,9 @@ def end(state: ControllerState, now: float) -> list[Command]:
     if is_saved(state):
         return stop(state)
     held = find_live_state(state)
+    if held is None and state.rollbacks.request:
+        shortfall = f"step {state.committed_step} is not saved: {state.rollbacks.request.cause}"
+        return stop(state, shortfall)
     if held is None:
         return stop(state, "the live workers do not hold the whole state: nothing to save")
     state.live.also_held = [other for other in state.live.holdings() if other is not held]

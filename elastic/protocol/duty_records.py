@@ -146,6 +146,8 @@ class Rollback:
     limit: int
     cause: str
     through: int = 0
+    is_state_in_doubt: bool = False
+    """A run that ends instead does not save its state: it may be corrupt."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -176,6 +176,40 @@ def test_vote_waits_for_a_replacement_server(children: list[Child]) -> None:
     snapshots.end_generation()
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_failed_snapshot_is_not_taken_again_from_later_tensors(
+    children: list[Child], every: int
+) -> None:
+    """A vote has stopped waiting, the next step has changed the tensors in place, and only then the
+    copy fails and the controller names other servers."""
+    local_server, remote_server = (child.snapshot_server for child in children)
+    pid = children[1].process.pid
+    assert pid
+    os.kill(pid, signal.SIGSTOP)
+    snapshots = Snapshots("w0", "here", SPECS, every=every, secret=SECRET, patience_s=0.5)
+    servers = ((local_server, remote_server),)
+    snapshots.start_snapshots(StartSnapshots(3, ("w0",), servers))
+    tensors = random_shard(2)
+    snapshots.begin(2, ASSIGNMENT, tensors)
+    snapshots.await_whole(interrupt_never)
+    snapshots.await_copied()
+    for name, tensor in random_shard(3).items():
+        tensors[name].copy_(tensor)
+    snapshots.begin(3, ASSIGNMENT, tensors)
+    children[1].end()
+    snapshots.start_snapshots(StartSnapshots(3, ("w0",), ((local_server,),)))
+    deadline = time.monotonic() + 2.0
+    while time.monotonic() < deadline:  # the copy fails meanwhile
+        snapshots.await_whole(interrupt_never)
+    assert_has(local_server, 2, "here")
+    assert not snapshots.are_whole
+    snapshots.begin(4, ASSIGNMENT, random_shard(4))
+    while not snapshots.are_whole:
+        snapshots.await_whole(interrupt_never)
+    assert_has(local_server, 4, "here")
+    snapshots.end_generation()
+
+
 def test_frozen_server_blocks_neither_abort_nor_next_apply(children: list[Child]) -> None:
     """Nor does it block the end of a generation."""
     pid = children[0].process.pid
