@@ -147,6 +147,8 @@ def stop_at_boundary(state: ControllerState, now: float) -> list[Command]:
             state.layouts.former = None  # the next forming would clear it
     elif should_grow(state, now):
         cause = "growth"
+    elif state.stragglers.dealing.generation == state.generation:
+        cause = "microbatches are dealt by the speed of the workers"
     if not cause:
         return []
     members = state.live.members()
@@ -160,10 +162,12 @@ def hang_deadline(state: ControllerState, phase: Running | Pausing) -> float:
 
 
 def _time(state: ControllerState, step_s: float) -> None:
-    """Note a step's time; times under another layout are dropped."""
-    layout = state.live.held.assignment.layout if state.live.held else None
-    if layout != state.steps.timed_layout:
-        state.steps.timed_layout, state.steps.recent_step_s = layout, []
+    """Note a step's time; times under another layout or with other shares are dropped."""
+    assignment = state.live.held.assignment if state.live.held else None
+    layout, shares = (assignment.layout, assignment.shares) if assignment else (None, ())
+    if (layout, shares) != (state.steps.timed_layout, state.steps.timed_shares):
+        state.steps.timed_layout, state.steps.timed_shares = layout, shares
+        state.steps.recent_step_s = []
     state.steps.recent_step_s = [*state.steps.recent_step_s[1 - NUM_RECENT_STEPS :], step_s]
 
 

@@ -211,7 +211,9 @@ class Checks:
             job=state.job,
             memory_bytes=min(memories, default=None),
         )
-        assert reassigned == form.assignment, "invariant 2: arrival order matters"
+        even = replace(form.assignment, shares=())
+        assert reassigned == even, "invariant 2: arrival order matters"
+        check_shares(form, state.job.num_microbatches)
 
     def _check_nodes(self, form: Form, former: Form | None, state: ControllerState) -> None:
         """No worker gets a rank on a quarantined node while there are enough others. A worker of an
@@ -361,6 +363,15 @@ def check_mesh(assignment: Assignment) -> None:
     for axis in AXES:
         grouped = [rank for group in layout.groups(axis) for rank in group]
         assert sorted(grouped) == list(ranks), f"invariant 1: {axis} groups do not partition"
+
+
+def check_shares(form: Form, num_microbatches: int) -> None:
+    """Shares are of all microbatches, and only members that stay together have some."""
+    old, new = form.plan.old, form.assignment
+    if new.shares:
+        assert old and (old.layout, old.members) == (new.layout, new.members), "others' shares"
+        assert sum(new.shares) == num_microbatches, "invariant 5: shares of another batch"
+        assert min(new.shares) >= 1, "a rank without a microbatch"
 
 
 def newest_covered(parts: Iterable[Part]) -> int:
