@@ -62,6 +62,14 @@ def should_grow(state: ControllerState, now: float) -> bool:
     return True
 
 
+def is_worth_a_pause(state: ControllerState, now: float, gain: float) -> bool:
+    """Whether steps that are shorter by a share of `gain` make up for a pause, as long as the
+    members are expected to stay together."""
+    pauses_s = state.growth.pauses_s or [state.forming.reshard_s]
+    lasting_s, _ = _expected_calm(state, now)
+    return median(pauses_s) <= gain * min(lasting_s, state.policy.growth_horizon_s)
+
+
 def idle_deadline(state: ControllerState) -> float:
     """When to look for standby workers to release."""
     return (

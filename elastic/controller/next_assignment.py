@@ -45,7 +45,7 @@ def next_assignment(state: ControllerState, previous: Assignment | None) -> Prop
         return proposal
     most = _copies_allowed(state)
     if copies_sent(previous, proposal.assignment, staying) <= most:
-        return proposal
+        return _with_shares(state, previous, proposal)
     return _first_round(state, previous, staying, proposal, most) or proposal
 
 
@@ -133,6 +133,20 @@ def _first_round(
         f"the state more than {most:.3g} times"
     )
     return replace(proposal, assignment=replace(first, standbys=standbys), reason=reason)
+
+
+def _with_shares(state: ControllerState, previous: Assignment, proposal: Proposal) -> Proposal:
+    """The proposal with the shares that are planned for the members, or that they have. Among other
+    members, and under another layout, microbatches are dealt evenly."""
+    new, dealing = proposal.assignment, state.stragglers.dealing
+    if (new.layout, new.members) != (previous.layout, previous.members):
+        return proposal
+    is_planned = dealing.generation == previous.generation
+    shares = dealing.shares if is_planned else previous.shares
+    if not shares:
+        return proposal
+    reason = f"{proposal.reason}; microbatches are dealt by speed"
+    return replace(proposal, assignment=replace(new, shares=shares), reason=reason)
 
 
 def _copies_allowed(state: ControllerState) -> float:

@@ -148,6 +148,8 @@ def stop_at_boundary(state: ControllerState, now: float) -> list[Command]:
             state.layouts.former = None  # the next forming would clear it
     elif should_grow(state, now):
         cause = "growth"
+    elif state.stragglers.dealing.generation == state.generation:
+        cause = "microbatches are dealt by the speed of the workers"
     if not cause:
         return []
     members = state.live.members()
@@ -162,8 +164,9 @@ def hang_deadline(state: ControllerState, phase: Running | Pausing) -> float:
 
 def _time(state: ControllerState, step_s: float) -> list[Command]:
     """Note a step's time, and compare it with the prediction once there are enough."""
-    layout = state.live.held.assignment.layout if state.live.held else None
-    state.steps.measured.note(layout, step_s)
+    assignment = state.live.held.assignment if state.live.held else None
+    layout, shares = (assignment.layout, assignment.shares) if assignment else (None, ())
+    state.steps.measured.note(layout, step_s, shares)
     expected = state.steps.measured.compare()
     if expected is None:
         return []

@@ -36,6 +36,23 @@ class WorkerRecord:
 
 
 @dataclass(slots=True)
+class Dealing:
+    """How many microbatches each data rank is to compute, by its speed.
+
+    The generation after `generation` deals by `shares` if it has the same members; empty: evenly.
+    """
+
+    generation: int = 0
+    shares: tuple[int, ...] = ()
+    num_better: int = 0
+    """In how many reports of compute times in a row other shares would make steps shorter."""
+    num_reports: int = 0
+    """Since the shares last changed."""
+    num_changes: int = 0
+    """Without a long time between them."""
+
+
+@dataclass(slots=True)
 class Drain:
     """A node that will be gone at `deadline`, and the workers that drain only for that reason."""
 

@@ -17,6 +17,7 @@ from elastic.planner.models.measured_steps import MeasuredSteps
 from elastic.protocol.duty_records import (
     CatchUp,
     Crash,
+    Dealing,
     Drain,
     FormerTarget,
     HeldState,
@@ -152,8 +153,7 @@ class MembershipDuty(Duty):
     records: dict[str, WorkerRecord] = field(default_factory=dict)
     warm: set[str] = field(default_factory=set)
     draining: set[str] = field(default_factory=set)
-    node_drains: dict[str, Drain] = field(default_factory=dict)
-    """By node."""
+    node_drains: dict[str, Drain] = field(default_factory=dict)  # by node
     next_worker: int = 0
     digest: str | None = None
     ever_ready: bool = False
@@ -197,8 +197,7 @@ class QuarantineDuty(Duty):
 
     CLOCKS = ("short_since", "until")
 
-    crashes: list[Crash] = field(default_factory=list)
-    """The latest, the oldest first."""
+    crashes: list[Crash] = field(default_factory=list)  # the latest, the oldest first
     until: dict[str, float] = field(default_factory=dict)
     """By quarantined node, when its quarantine ends."""
     past: dict[str, Quarantine] = field(default_factory=dict)
@@ -220,7 +219,7 @@ class QuarantineDuty(Duty):
 
 @dataclass(slots=True)
 class StragglerDuty(Duty):
-    """Owner: `stragglers`."""
+    """Owners: `stragglers`, `shares`."""
 
     timed: tuple[int, int] = (0, 0)
     """Generation and step of the latest report of compute times."""
@@ -228,6 +227,7 @@ class StragglerDuty(Duty):
     """By straggler, in how many reports in a row it was one."""
     reported: set[str] = field(default_factory=set)
     num_replaced: int = 0
+    dealing: Dealing = field(default_factory=Dealing)
 
 
 @dataclass(slots=True)
@@ -278,8 +278,7 @@ class SnapshotDuty(Duty):
 
     CLOCKS = ("no_server_before", "queried_until", "placement_at")
 
-    servers: dict[str, SnapshotServer] = field(default_factory=dict)
-    """By node."""
+    servers: dict[str, SnapshotServer] = field(default_factory=dict)  # by node
     starting: set[str] = field(default_factory=set)
     sets: list[SnapshotSet] = field(default_factory=list)
     placement: Placement = field(default_factory=Placement)

@@ -93,6 +93,7 @@ class Policy:
     straggler_every: int
     straggler_factor: float
     straggler_reports: int
+    straggler_reduce: bool
     health_factor: float
     quarantine_after: int
     crash_window_s: float

@@ -60,6 +60,7 @@ def policy_of(settings: TrainSettings, min_workers: int, max_workers: int, run_n
         straggler_every=settings.straggler.every,
         straggler_factor=settings.straggler.factor,
         straggler_reports=settings.straggler.reports,
+        straggler_reduce=settings.straggler.reduce,
         health_factor=settings.health.slow_factor,
         quarantine_after=quarantine.after_crashes,
         crash_window_s=quarantine.crash_window_s,

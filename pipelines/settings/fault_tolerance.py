@@ -245,6 +245,11 @@ class StragglerSettings(Settings):
         "A straggler is replaced by a standby worker, or else reported, after this many reports in "
         "a row.",
     )
+    reduce: bool = setting(
+        True,
+        "Whether a straggler that no standby worker can replace computes fewer microbatches, and "
+        "the others more. The losses do not depend on it.",
+    )
 
 
 class HealthSettings(Settings):

@@ -15,7 +15,6 @@ from sim.storage import Storage
 
 from elastic.controller.core import Core
 from elastic.geometry.assignment import Assignment
-from elastic.geometry.errors import Infeasible
 from elastic.geometry.layout import AXES
 from elastic.geometry.regions import Region
 from elastic.geometry.target_layout import TargetLayout
@@ -217,11 +216,11 @@ class Checks:
                 job=state.job,
                 memory_bytes=min(memories, default=None),
             )
-            assert not isinstance(assigned, Infeasible) or deferred
             reassigned.append(assigned)
         members = [(a.layout, a.members) for a in reassigned if isinstance(a, Assignment)]
         expected = (form.assignment.layout, form.assignment.members)
         assert expected in members, "invariant 2: arrival order matters"
+        check_shares(form, state.job.num_microbatches)
 
     def _check_nodes(self, form: Form, former: Form | None, state: ControllerState) -> None:
         """No worker gets a rank on a quarantined node while there are enough others. A worker of an
@@ -371,6 +370,15 @@ def check_mesh(assignment: Assignment) -> None:
     for axis in AXES:
         grouped = [rank for group in layout.groups(axis) for rank in group]
         assert sorted(grouped) == list(ranks), f"invariant 1: {axis} groups do not partition"
+
+
+def check_shares(form: Form, num_microbatches: int) -> None:
+    """Shares are of all microbatches, and only members that stay together have some."""
+    old, new = form.plan.old, form.assignment
+    if new.shares:
+        assert old and (old.layout, old.members) == (new.layout, new.members), "others' shares"
+        assert sum(new.shares) == num_microbatches, "invariant 5: shares of another batch"
+        assert min(new.shares) >= 1, "a rank without a microbatch"
 
 
 def newest_covered(parts: Iterable[Part]) -> int:

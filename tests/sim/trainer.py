@@ -223,7 +223,7 @@ class Trainer:
         """Compute and vote; the vote is read on the host before anything is applied."""
         control, around, step = self._control, self._around, stepper.committed_step + 1
         yield from control.at("compute")
-        compute_s = control.slowness * around.draw(*around.step_s)
+        compute_s = control.slowness * self._relative_share * around.draw(*around.step_s)
         yield from control.work(compute_s)
         yield from self.snapshots.wait()
         yield from control.at("vote")
@@ -296,12 +296,28 @@ class Trainer:
     def _batch(self) -> int:
         return self._around.job.num_microbatches * SAMPLES_PER_MICROBATCH
 
+    @property
+    def _data_rank(self) -> int:
+        assignment = self._order.assignment
+        return assignment.layout.data_rank(assignment.world_rank(self._control.name))
+
+    @property
+    def _dealt(self) -> list[tuple[int, ...]]:
+        assignment, num_microbatches = self._order.assignment, self._around.job.num_microbatches
+        return deal(num_microbatches, assignment.layout.num_data_ranks, assignment.shares)
+
+    @property
+    def _relative_share(self) -> float:
+        """How many microbatches this worker computes, relative to a mean share."""
+        if not self._order.assignment.shares:
+            return 1.0
+        dealt = self._dealt
+        return len(dealt[self._data_rank]) * len(dealt) / self._around.job.num_microbatches
+
     def _samples(self, step: int) -> tuple[int, list[int]]:
         """This data rank, and the ids of the samples that it reads for a step."""
-        assignment = self._order.assignment
-        coordinates, layout = assignment.coordinates(self._control.name), assignment.layout
-        data_rank = coordinates.dp * layout.fsdp + coordinates.fsdp
-        dealt = deal(self._around.job.num_microbatches, layout.num_data_ranks)[data_rank]
+        data_rank = self._data_rank
+        dealt = self._dealt[data_rank]
         ids = batch_ids(step, self._batch, self._skipped_batches)
         return data_rank, [i for i in ids if (i - ids[0]) // SAMPLES_PER_MICROBATCH in dealt]
 

@@ -16,7 +16,7 @@ from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import ComputeTimed, NodeDraining
 from elastic.protocol.wire import decode, encode
 
-POLICY = {"straggler_every": 5}
+POLICY = {"straggler_every": 5, "straggler_reduce": False}
 
 
 def make_training_run(num_workers: int, num_members: int, **policy: float) -> SteppedRun:

@@ -54,6 +54,8 @@ class MeasuredSteps:
     """The latest steps of one layout, in seconds each, and the errors of predictions so far."""
 
     layout: Layout | None = None
+    shares: tuple[int, ...] = ()
+    """As in `Assignment`."""
     recent_s: list[float] = field(default_factory=list)
     expected: Expected | None = None
     """Until the layout has been compared."""
@@ -65,10 +67,10 @@ class MeasuredSteps:
         times = sorted(self.recent_s)
         return times[len(times) // 2] if times else 0.0
 
-    def note(self, layout: Layout | None, step_s: float) -> None:
-        """Note a step; those of another layout are dropped."""
-        if layout != self.layout:
-            self.layout, self.recent_s = layout, []
+    def note(self, layout: Layout | None, step_s: float, shares: tuple[int, ...] = ()) -> None:
+        """Note a step; those of another layout, or with other shares, are dropped."""
+        if (layout, shares) != (self.layout, self.shares):
+            self.layout, self.shares, self.recent_s = layout, shares, []
         self.recent_s = [*self.recent_s[1 - NUM_RECENT :], step_s]
 
     def expect(self, layout: Layout, seconds: float) -> None:
@@ -84,9 +86,9 @@ class MeasuredSteps:
         """The prediction for the present layout if enough steps are timed now; its error is
         noted."""
         expected, measured_s = self.expected, self.median_s()
-        if expected is None or expected.layout != self.layout or not measured_s > 0:
-            return None
-        if len(self.recent_s) < NUM_COMPARED:
+        if expected is None or expected.layout != self.layout or self.shares:
+            return None  # the model deals microbatches evenly
+        if len(self.recent_s) < NUM_COMPARED or not measured_s > 0:
             return None
         self.expected = None
         if not self.errors:
