@@ -10,10 +10,10 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import replace
 
+from elastic.controller.capacity.newcomers import defer_or_stop
 from elastic.controller.forming import form_or_end, retry_final_save
 from elastic.controller.health import on_failed_check
 from elastic.controller.memory_shortage import describe, mark_too_big
-from elastic.controller.newcomers import defer_or_stop
 from elastic.duties import catch_up
 from elastic.duties.catch_up import note_vote, record_all
 from elastic.duties.checkpoints import stop

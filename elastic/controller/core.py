@@ -17,12 +17,12 @@ from elastic.controller import (
     controller_errors,
     drain,
     forming,
-    growth,
     health,
     running,
     stragglers,
 )
-from elastic.controller.next_assignment import can_train, note_reshard
+from elastic.controller.capacity import growth
+from elastic.controller.capacity.next_assignment import can_train, note_reshard
 from elastic.duties import (
     catch_up,
     checkpoints,

@@ -16,8 +16,8 @@ from functools import partial
 from math import inf
 
 from elastic.controller.aborting import abort
+from elastic.controller.capacity.next_assignment import can_train
 from elastic.controller.health import on_degraded
-from elastic.controller.next_assignment import can_train
 from elastic.duties.checkpoints import is_saving
 from elastic.duties.membership import (
     drain_for_good,

@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from elastic.controller.health import compare_devices, compare_links
-from elastic.controller.next_assignment import (
+from elastic.controller.capacity.next_assignment import (
     can_train,
     next_assignment,
     note_reshard,
     reshard_timeout_s,
 )
+from elastic.controller.health import compare_devices, compare_links
 from elastic.duties.bandwidth import median_speeds
 from elastic.duties.catch_up import mark_missing
 from elastic.duties.checkpoints import begin_saving, drop_voided, end, is_saved

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from elastic.controller.capacity.growth import note_pause, should_grow
+from elastic.controller.capacity.newcomers import trust_members
 from elastic.controller.drain import drain_at_once, is_too_late_to_pause, members_drain
 from elastic.controller.forming import form_or_end
-from elastic.controller.growth import note_pause, should_grow
-from elastic.controller.newcomers import trust_members
 from elastic.duties import catch_up
 from elastic.duties.checkpoints import expect_parts, note_held_out_loss
 from elastic.duties.hang_recovery import hang_patience_s

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-from elastic.controller.growth import is_worth_a_pause
+from elastic.controller.capacity.growth import is_worth_a_pause
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.sample_order import balanced_shares, even_shares
 from elastic.protocol.commands import Command, Warned

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
-from elastic.controller.next_assignment import next_assignment
+from elastic.controller.capacity.next_assignment import next_assignment
 from elastic.controller.shares import plan_shares
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.errors import Infeasible

@@ -9,8 +9,8 @@ from actors.health.health_options import HealthOptions
 from actors.runtime.fault_spec import Fault
 from actors.runtime.network import Network
 from actors.worker.worker_options import WorkerOptions
+from elastic.controller.capacity.growth import JOIN_WAIT_S
 from elastic.controller.drain import NODE_GRACE_S
-from elastic.controller.growth import JOIN_WAIT_S
 from elastic.duties.checkpoints import MAX_AUTO_S, MIN_AUTO_S
 from elastic.duties.gang_backoff import FIRST_PAUSE_S
 from elastic.duties.membership import FIRST_BACKOFF_S, MAX_START_FAILURES

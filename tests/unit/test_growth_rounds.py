@@ -6,8 +6,8 @@ from test_core import ready_event
 from test_growth import SteppedRun
 from users_policy import users_policy
 
+from elastic.controller.capacity.next_assignment import reshard_timeout_s
 from elastic.controller.core import Core
-from elastic.controller.next_assignment import reshard_timeout_s
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Job
 from elastic.protocol.commands import Command, Form, Waited

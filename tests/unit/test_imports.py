@@ -31,6 +31,7 @@ LEVELS: dict[str, tuple[tuple[str, ...], ...]] = {
         (".",),
         ("replay",),
         ("controller",),
+        ("controller/capacity",),
         ("duties",),
         ("protocol",),
         ("simulation",),

@@ -6,8 +6,8 @@ import pytest
 from test_core import open_run, ready_event
 from test_growth import SteppedRun
 
+from elastic.controller.capacity.next_assignment import next_assignment
 from elastic.controller.core import Core
-from elastic.controller.next_assignment import next_assignment
 from elastic.controller.stragglers import shortened
 from elastic.duties.poison_batches import note_lost_worker
 from elastic.geometry.errors import Infeasible

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import inf
 
-from elastic.controller.newcomers import admitted
+from elastic.controller.capacity.newcomers import admitted
 from elastic.duties.bandwidth import corrected_job
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.errors import Infeasible

@@ -12,7 +12,7 @@ from itertools import pairwise
 from math import inf
 from statistics import mean, median
 
-from elastic.controller.next_assignment import whole_assignment
+from elastic.controller.capacity.next_assignment import whole_assignment
 from elastic.duties.bandwidth import capacity_now, known_job
 from elastic.geometry.errors import Infeasible
 from elastic.planner.models.step_cost import cost_of
