@@ -27,6 +27,7 @@ from elastic.protocol.commands import (
     Command,
     DropCheckpoints,
     LayoutAnswered,
+    MarketChosen,
     NodeQuarantined,
     NodeReleased,
     PublishCheckpoint,
@@ -218,7 +219,7 @@ class ControllerSession:
                 self.outcome = command
             case Resharded() | RolledBack() | Warned() | Waited() | LayoutAnswered():
                 pass  # the journal line is all that it needs
-            case Replaced() | NodeQuarantined() | NodeReleased():
+            case Replaced() | NodeQuarantined() | NodeReleased() | MarketChosen():
                 pass  # the same
             case _:
                 if isinstance(command, Resume):

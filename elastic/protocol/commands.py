@@ -31,6 +31,8 @@ class StartWorkers:
     """Nodes on which no worker may start, even if no other node is free."""
     peers: tuple[Peer, ...] = ()
     """Members on different nodes, with which a new worker measures its links."""
+    market: str = ""
+    """`spot` or `on-demand`: the market of their machines; empty: any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +277,7 @@ class RolledBack:
 @dataclass(frozen=True, slots=True)
 class Warned:
     """A warning to the user: `kind` is `skipped`, `spike`, `audit`, `notice`, `machine`,
-    `health`, `straggler` or `checkpoint`."""
+    `health`, `straggler`, `market` or `checkpoint`."""
 
     generation: int
     step: int
@@ -304,6 +306,16 @@ class NodeQuarantined:
 class NodeReleased:
     node: str
     cause: str
+
+
+@dataclass(frozen=True, slots=True)
+class MarketChosen:
+    """So many workers get machines of this market, instead of the workers `withdrawn`."""
+
+    market: str
+    num_workers: int
+    cause: str
+    withdrawn: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -380,6 +392,7 @@ Command = (
     | Replaced
     | NodeQuarantined
     | NodeReleased
+    | MarketChosen
     | Waited
     | LayoutAnswered
     | Stopped

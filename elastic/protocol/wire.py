@@ -25,7 +25,7 @@ def finite(value: float | None) -> float | None:
     return value if value is not None and isfinite(value) else None
 
 
-FORMAT = 6
+FORMAT = 7
 """The journal's format; a reader refuses any other."""
 
 _FIELDS = [field.name for field in fields(StepRecord)]

@@ -11,6 +11,7 @@ from elastic.protocol.commands import (
     ForgetSnapshots,
     Form,
     LayoutAnswered,
+    MarketChosen,
     NodeQuarantined,
     NodeReleased,
     Pause,
@@ -60,7 +61,8 @@ def _of_command(command: Command) -> str:  # noqa: C901 (one flat case a command
         case StartStore():
             return ""
         case StartWorkers():
-            return " ".join((*command.workers, *(f"not on {node}" for node in command.quarantined)))
+            places = (*(f"not on {node}" for node in command.quarantined), command.market)
+            return " ".join((*command.workers, *filter(None, places)))
         case StartSnapshotServer():
             return command.node
         case StartSnapshots():
@@ -105,6 +107,9 @@ def _of_command(command: Command) -> str:  # noqa: C901 (one flat case a command
             return f"{command.kind}: {command.text}"
         case Replaced() | NodeQuarantined() | NodeReleased():
             return _of_watching(command)
+        case MarketChosen():
+            withdrawn = f" instead of {_names(command.withdrawn)}" if command.withdrawn else ""
+            return f"{command.num_workers} {command.market}{withdrawn}: {command.cause}"
         case Waited():
             return command.reason
         case LayoutAnswered():

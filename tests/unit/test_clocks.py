@@ -22,7 +22,7 @@ from elastic.protocol import phases
 from elastic.protocol.commands import NodeQuarantined, NodeReleased, StopWorker
 from elastic.protocol.controller_events import ControllerRestarted
 from elastic.protocol.controller_state import ControllerState
-from elastic.protocol.duty_state import Duty
+from elastic.protocol.duty_records import Duty
 from elastic.protocol.events import GroupFormed, StateReady, WorkerReady
 from elastic.protocol.phases import Resharding, Waiting
 from pipelines.observe.history.membership import Membership

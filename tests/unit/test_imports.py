@@ -34,7 +34,7 @@ LEVELS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("duties",),
         ("protocol",),
         ("simulation",),
-        ("planner", "reshard"),
+        ("planner", "reshard", "market"),
         ("geometry",),
     ),
     "actors": (
