@@ -45,8 +45,9 @@ class Fleet(Protocol):
 
     def start_workers(self, command: StartWorkers) -> None:
         """Start workers, which measure their links with its peers. `WorkerReady` or `WorkerLost`
-        answers for each. No worker starts on a quarantined node; a worker that finds no other node
-        waits for one."""
+        answers for each. No worker starts on a quarantined node, nor on one of another market; a
+        worker that finds no other node waits for one. A fleet that knows markets posts
+        `WorkerPlaced` once a worker has its node."""
 
     def start_snapshot_server(self, node: str) -> None:
         """Start a node's snapshot server. `SnapshotServerReady` or `SnapshotServerLost` answers."""

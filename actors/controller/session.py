@@ -26,22 +26,14 @@ from actors.storage.storage import Storage
 from elastic.protocol.commands import (
     Command,
     DropCheckpoints,
-    LayoutAnswered,
-    NodeQuarantined,
-    NodeReleased,
     PublishCheckpoint,
     RecordStep,
-    Replaced,
-    Resharded,
     Resume,
-    RolledBack,
     SetAside,
-    StepTimeCompared,
     Stopped,
-    Waited,
-    Warned,
 )
 from elastic.protocol.events import Checkpointed, Event, PartFailed, Woke
+from elastic.protocol.notes import Note
 from elastic.protocol.votes import StepRecord
 from elastic.protocol.wire import command_line, metrics_row
 from elastic.replay.journal_lines import SILENT, JournalWriter
@@ -217,10 +209,8 @@ class ControllerSession:
                 self.has_trained = True
             case Stopped():
                 self.outcome = command
-            case Resharded() | RolledBack() | Warned() | Waited() | LayoutAnswered():
+            case _ if isinstance(command, Note):
                 pass  # the journal line is all that it needs
-            case Replaced() | NodeQuarantined() | NodeReleased() | StepTimeCompared():
-                pass  # the same
             case _:
                 if isinstance(command, Resume):
                     self._detector.note_members(command.workers)

@@ -1,13 +1,27 @@
-"""The part of a detached actor that ties its process to the run (invariant 12)."""
+"""Detached actors, and the part of one that ties its process to the run (invariant 12)."""
 
 from __future__ import annotations
 
 import threading
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import ray
 
+from actors.ray_backend.actor_names import NAMESPACE
 from actors.runtime.orphan_guard import OrphanGuard, end_process
+
+
+def detached(run_name: str, kind: type, name: str, **options: Any) -> Any:
+    """The class of a named actor of a run, whose `remote` starts it; `options` are Ray's."""
+    groups = getattr(kind, "GROUPS", {})
+    return ray.remote(concurrency_groups=groups)(kind).options(
+        name=f"{run_name}:{name}",
+        namespace=NAMESPACE,
+        lifetime="detached",
+        max_restarts=0,
+        enable_task_events=False,  # nothing reads events of single calls, and they cost time
+        **options,
+    )
 
 
 class DetachedActor:

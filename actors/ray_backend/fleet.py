@@ -26,20 +26,21 @@ from actors.ray_backend.actor_losses import (
     report_loss,
 )
 from actors.ray_backend.actor_names import (
-    NAMESPACE,
     end_and_wait,
     find_actors,
     newest_by_node,
     newest_last,
 )
 from actors.ray_backend.cluster.node_drains import Drains
-from actors.ray_backend.cluster.node_labels import exclude_nodes
+from actors.ray_backend.cluster.node_labels import placement_labels
 from actors.ray_backend.cluster.ray_private import ON_HEAD
+from actors.ray_backend.detached_actor import detached
 from actors.ray_backend.snapshot_servers import RaySnapshotServer, SnapshotServers
 from actors.ray_backend.worker import RayAgent, RayStore, RayWorker
 from actors.runtime.factory import Factory
 from actors.worker.worker_options import Envelope, WorkerOptions
 from elastic.protocol.commands import Order, StartWorkers
+from elastic.protocol.controller_events import WorkerPlaced
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import Event, StoreLost, StoreReady, WorkerLost
 
@@ -61,6 +62,7 @@ class _WorkerRecord:
     node: str = ""
     pid: int = 0
     started: float = float("inf")
+    market: str = ""
     is_ending: bool = False
     """Once ordered to end, the worker gets no more probes: if the order is lost, it ends as an
     orphan."""
@@ -110,7 +112,7 @@ class RayFleet:
 
     def start_store(self) -> None:
         name = f"store-{self._incarnation}-{time.monotonic_ns()}"
-        kind = self._detached(RayStore, name, num_cpus=0, resources=ON_HEAD)
+        kind = detached(self._run_name, RayStore, name, num_cpus=0, resources=ON_HEAD)
         self._take_store(kind.remote(self._options.network, self._orphan_timeout_s))
 
     def _take_store(self, store: Any) -> None:
@@ -119,9 +121,9 @@ class RayFleet:
         self._when_done(store.live.remote(), self._store_lost)
 
     def start_workers(self, command: StartWorkers) -> None:
-        options = self._resources | exclude_nodes(command.quarantined)
+        options = self._resources | placement_labels(command.quarantined, command.market)
         for worker in command.workers:
-            actor = self._detached(RayWorker, worker, **options).remote(
+            actor = detached(self._run_name, RayWorker, worker, **options).remote(
                 worker,
                 self._program,
                 self._options,
@@ -130,7 +132,7 @@ class RayFleet:
                 self._orphan_timeout_s,
                 command.peers,
             )
-            self._add_worker(worker, _WorkerRecord(actor))
+            self._add_worker(worker, _WorkerRecord(actor, market=command.market))
 
     def _add_worker(self, worker: str, record: _WorkerRecord) -> None:
         with self._lock:
@@ -145,7 +147,7 @@ class RayFleet:
     def _start_server(self, node: str) -> Any:
         name = f"snapshot_server-{self._incarnation}-{node}-{time.monotonic_ns()}"
         placement = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
-        kind = self._detached(RaySnapshotServer, name, num_cpus=0, **placement)
+        kind = detached(self._run_name, RaySnapshotServer, name, num_cpus=0, **placement)
         options = self._options
         return kind.remote(
             options.network, options.secret, options.max_snapshot_bytes, self._orphan_timeout_s
@@ -229,13 +231,16 @@ class RayFleet:
                 known = state.membership.records[worker]  # a stopped worker cannot report its node
                 self._add_worker(
                     worker,
-                    _WorkerRecord(workers[worker], known.node, known.pid, time.monotonic()),
+                    _WorkerRecord(
+                        workers[worker], known.node, known.pid, time.monotonic(), known.market
+                    ),
                 )
             elif worker in state.membership.warm:
                 self._post(WorkerLost(worker, GONE))
             else:
-                quarantined = state.membership.records[worker].quarantined
-                self.start_workers(StartWorkers((worker,), quarantined))
+                known = state.membership.records[worker]
+                start = StartWorkers((worker,), known.quarantined, market=known.market)
+                self.start_workers(start)
 
     def end_survivors(self) -> None:
         """See `Survivors`."""
@@ -279,17 +284,6 @@ class RayFleet:
         for agent in agents:
             ray.kill(agent)
 
-    def _detached(self, kind: type, name: str, **options: Any) -> Any:
-        groups = getattr(kind, "GROUPS", {})
-        return ray.remote(concurrency_groups=groups)(kind).options(
-            name=f"{self._run_name}:{name}",
-            namespace=NAMESPACE,
-            lifetime="detached",
-            max_restarts=0,
-            enable_task_events=False,  # nothing reads events of single calls, and they cost time
-            **options,
-        )
-
     def _when_done(self, answer: Any, then: Callable[[Future[Any]], None]) -> None:
         answer.future().add_done_callback(then)
 
@@ -305,12 +299,15 @@ class RayFleet:
         """Note where a worker runs, so that a signal can end it."""
         if answer.exception() is not None:
             return  # it died, which the end of `live` reports
+        node, pid = answer.result()
         with self._lock:
-            if worker in self._records:
-                node, pid = answer.result()
+            record = self._records.get(worker)
+            if record is not None:
                 self._records[worker] = replace(
-                    self._records[worker], node=node, pid=pid, started=time.monotonic()
+                    record, node=node, pid=pid, started=time.monotonic()
                 )
+        if record is not None and record.market:
+            self._post(WorkerPlaced(worker, node))
         self._has_started.set()
 
     def _worker_lost(self, worker: str, life: Future[Any]) -> None:
@@ -384,7 +381,7 @@ class RayFleet:
         for node in lacking:
             options = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
             name = f"agent-{self._incarnation}-{node}-{time.monotonic_ns()}"
-            kind = self._detached(RayAgent, name, num_cpus=0, **options)
+            kind = detached(self._run_name, RayAgent, name, num_cpus=0, **options)
             agent = kind.remote(self._orphan_timeout_s)
             with self._lock:
                 self._agents[node] = agent

@@ -8,9 +8,10 @@ from elastic.controller.aborting import abort, on_lost
 from elastic.duties.membership import forget
 from elastic.duties.quarantine import blame
 from elastic.duties.rollback import order_rollback, rollback_obstacle, void_after
-from elastic.protocol.commands import Command, StopWorker, Warned
+from elastic.protocol.commands import Command, StopWorker
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import Audited
+from elastic.protocol.notes import Warned
 from elastic.protocol.phases import Aborting, Ending, Pausing, Running
 
 SILENT = "silent corruption"

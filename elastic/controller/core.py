@@ -18,6 +18,7 @@ from elastic.controller import (
     drain,
     forming,
     health,
+    market,
     running,
     stragglers,
 )
@@ -41,6 +42,7 @@ from elastic.protocol.controller_events import (
     ControllerRecovered,
     ControllerRestarted,
     WorkerAnswered,
+    WorkerPlaced,
     WorkersStalled,
 )
 from elastic.protocol.controller_state import ControllerState
@@ -126,12 +128,12 @@ class Core:
         state, phase = self.state, self.state.phase
         times = [membership.start_deadline(state), drain.drain_deadline(state)]
         times += [drain.drain_end(state), quarantine.quarantine_deadline(state)]
+        times += [market.market_deadline(state)]
         times += [state.steps.catch_up.deadline] if state.steps.catch_up else []
         match phase:
             case Waiting():
                 times += [inf if phase.until is None else phase.until]
-                times += [snapshots.query_deadline(state)]
-                times += [gang_backoff.return_deadline(state)]
+                times += [snapshots.query_deadline(state), gang_backoff.return_deadline(state)]
             case Running():
                 times += [running.hang_deadline(state, phase), growth.growth_deadline(state)]
                 times += [growth.idle_deadline(state)]
@@ -175,8 +177,8 @@ class Core:
                 | SnapshotTimed()
             ):
                 return snapshots.on_snapshots(state, now, event)
-            case WorkerReady():
-                return self._add_ready_worker(now, event)
+            case WorkerReady() | WorkerPlaced():
+                return self._add_worker(now, event)
             case WorkerLost():
                 return self._lose(now, event)
             case WorkerSuspected() | WorkerAnswered() | WorkersStalled():
@@ -195,11 +197,14 @@ class Core:
                 return self._take_report(now, event)
         return []
 
-    def _add_ready_worker(self, now: float, event: WorkerReady) -> list[Command]:
+    def _add_worker(self, now: float, event: WorkerReady | WorkerPlaced) -> list[Command]:
         state = self.state
+        if isinstance(event, WorkerPlaced):
+            return market.on_placed(state, event)
         if event.worker in state.membership.warm:
             return []  # reported again after a restart of the controller
         commands = membership.add_ready_worker(state, now, event)
+        commands += market.check_label(state, event.worker, event.market)
         fits = partial(can_train, state)
         return commands + health.compare_new_device(state, now, event.worker, fits)
 
@@ -307,6 +312,7 @@ class Core:
         state = self.state
         is_participant = event.worker in membership.participants(state)
         commands = quarantine.on_crash(state, now, event)
+        market.note_lost(state, now, event.worker)
         membership.forget(state, now, event.worker, event.cause)
         match state.phase:
             case Aborting():
@@ -383,6 +389,7 @@ class Core:
             commands += checkpoints.request_save(state, now) + growth.release_idle_standbys(
                 state, now
             )
+        commands += market.follow_up(state, now)
         return commands + membership.start_missing(state, now)
 
     def _continue_after_catch_up(self, now: float) -> list[Command]:

@@ -27,10 +27,11 @@ from elastic.duties.membership import (
     participants,
 )
 from elastic.duties.recovery import find_live_state
-from elastic.protocol.commands import Command, StopWorker, Warned
+from elastic.protocol.commands import Command, StopWorker
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.duty_records import Drain
 from elastic.protocol.events import NodeAtRisk, NodeDraining, WorkerDraining
+from elastic.protocol.notes import Warned
 from elastic.protocol.phases import Breakable, Forming, Resharding
 
 NODE_GRACE_S = 60.0

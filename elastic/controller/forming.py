@@ -24,20 +24,11 @@ from elastic.duties.snapshots import begin_snapshot_set, query_snapshot_servers,
 from elastic.duties.uploads import break_uploads, open_upload
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.errors import Infeasible
-from elastic.protocol.commands import (
-    Command,
-    Form,
-    Reshard,
-    Resharded,
-    Resume,
-    RolledBack,
-    StopWorker,
-    Waited,
-    WorkerBytes,
-)
+from elastic.protocol.commands import Command, Form, Reshard, Resume, StopWorker, WorkerBytes
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.duty_records import HeldState
 from elastic.protocol.events import GroupFormed, StateReady
+from elastic.protocol.notes import Resharded, RolledBack, Waited
 from elastic.protocol.phases import Aborting, Attempt, Ending, Forming, Resharding, Running, Waiting
 from elastic.reshard.reshard_plan import CarriedPart, ReshardPlan
 from elastic.reshard.snapshot_placement import choose_carriers

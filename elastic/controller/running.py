@@ -16,9 +16,10 @@ from elastic.duties.loss_monitor import commit, warn_of_evaluation
 from elastic.duties.membership import note_change
 from elastic.duties.snapshots import drop_older
 from elastic.planner.models.measured_steps import NUM_RECENT
-from elastic.protocol.commands import Command, Pause, StepTimeCompared
+from elastic.protocol.commands import Command, Pause
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import Evaluated, Paused, Progressed, StepCommitted
+from elastic.protocol.notes import StepTimeCompared
 from elastic.protocol.phases import Aborting, Ending, Pausing, Running
 from elastic.protocol.step_records import RecordsSent
 

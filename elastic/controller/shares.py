@@ -13,8 +13,9 @@ from collections.abc import Mapping, Sequence
 from elastic.controller.capacity.growth import is_worth_a_pause
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.sample_order import balanced_shares, even_shares
-from elastic.protocol.commands import Command, Warned
+from elastic.protocol.commands import Command
 from elastic.protocol.controller_state import ControllerState
+from elastic.protocol.notes import Warned
 
 LEAST_GAIN = 0.05
 """Shares do not follow a straggler's speed for less: its ratio to the others varies."""
@@ -38,9 +39,10 @@ def plan_shares(
     if not state.policy.straggler_reduce or assignment.layout.pp > 1 or state.ending:
         return []
     num_required = state.policy.straggler_reports * 2 ** min(dealing.num_changes, MAX_DOUBLINGS)
-    dealing.num_reports += 1
+    if dealing.num_changes:
+        dealing.num_reports += 1
     if dealing.num_reports > LONG_CALM * num_required:
-        dealing.num_changes = 0
+        dealing.num_changes = dealing.num_reports = 0
     if not ratios and not assignment.shares:
         dealing.num_better = 0
         return []

@@ -18,9 +18,10 @@ from elastic.geometry.assignment import Assignment
 from elastic.geometry.errors import Infeasible
 from elastic.geometry.layout import Layout
 from elastic.geometry.sample_order import deal
-from elastic.protocol.commands import Command, Replaced, Warned
+from elastic.protocol.commands import Command
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import ComputeTimed
+from elastic.protocol.notes import Replaced, Warned
 from elastic.protocol.phases import Running
 
 MAX_DOUBLINGS = 16

@@ -14,10 +14,11 @@ from elastic.geometry.errors import Infeasible
 from elastic.geometry.layout import Layout
 from elastic.geometry.target_layout import TargetLayout
 from elastic.planner.layout_choice import LayoutChoice, plan_layout
-from elastic.protocol.commands import Command, LayoutAnswered
+from elastic.protocol.commands import Command
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.duty_records import FormerTarget
 from elastic.protocol.events import LayoutRequested
+from elastic.protocol.notes import LayoutAnswered
 from elastic.protocol.phases import Aborting, Forming, Pausing, Resharding, Running, Saving
 
 

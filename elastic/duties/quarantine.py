@@ -28,10 +28,11 @@ from math import inf
 from statistics import median
 
 from elastic.duties.membership import participants
-from elastic.protocol.commands import Command, NodeQuarantined, NodeReleased, StopWorker
+from elastic.protocol.commands import Command, StopWorker
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.duty_records import Crash, Quarantine, WorkerRecord
 from elastic.protocol.events import WorkerLost
+from elastic.protocol.notes import NodeQuarantined, NodeReleased
 from elastic.protocol.phases import Aborting, Pausing, Running, Waiting, newcomers_of
 
 TOGETHER_S = 1.0

@@ -11,9 +11,10 @@ from collections.abc import Callable
 from math import inf
 
 from elastic.geometry.assignment import Assignment
-from elastic.protocol.commands import Command, StopWorker, Warned
+from elastic.protocol.commands import Command, StopWorker
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.duty_records import Upload
+from elastic.protocol.notes import Warned
 
 PATIENCE_FACTOR = 4.0
 """A part is late after this many times the longest recent write."""

@@ -1,14 +1,38 @@
-"""Records that duties of the controller keep: workers, drains, crashes, uploads and others."""
+"""`Duty`, and records that duties keep: workers, drains, crashes, uploads and others."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import ClassVar
 
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.machine_report import MachineReport
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.topology import Place
 from elastic.protocol.events import PartFile
+
+
+@dataclass(slots=True)
+class Duty:
+    """State of one duty. `roll_back` forgets what happened after a step, and `shift_clock` moves
+    times by the controller's absence."""
+
+    CLOCKS: ClassVar[tuple[str, ...]] = ()
+    """The fields that hold a time, times in a list or by name, or None."""
+
+    def roll_back(self, step: int) -> None:
+        """Forget what happened after `step`."""
+
+    def shift_clock(self, seconds: float) -> None:
+        """Move all times by a period in which the controller was away."""
+        for name in self.CLOCKS:
+            value = getattr(self, name)
+            if isinstance(value, list):
+                setattr(self, name, [time + seconds for time in value])
+            elif isinstance(value, dict):
+                setattr(self, name, {key: time + seconds for key, time in value.items()})
+            elif value is not None:
+                setattr(self, name, value + seconds)
 
 
 @dataclass(slots=True)
@@ -25,6 +49,8 @@ class WorkerRecord:
     machine: MachineReport = field(default_factory=MachineReport)
     quarantined: tuple[str, ...] = ()
     """The nodes that were quarantined when it was started."""
+    market: str = ""
+    """The market of its machine, as it was requested or as the machine's label says."""
     is_ready: bool = False
     has_broken_device: bool = False
     silent_in: int = 0

@@ -1,14 +1,12 @@
 """What each duty of the controller remembers: one dataclass a duty; only its owner writes it.
 
-Each has `roll_back(step)`, which forgets what happened after a step, and `shift_clock(seconds)`,
-which moves its times by the controller's absence. `ControllerState` calls both over all duties, so
-a new duty cannot be forgotten.
+`ControllerState` calls `roll_back` and `shift_clock` over all duties, so a new duty cannot be
+forgotten.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import ClassVar
 
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.topology import Place
@@ -19,6 +17,7 @@ from elastic.protocol.duty_records import (
     Crash,
     Dealing,
     Drain,
+    Duty,
     FormerTarget,
     HeldState,
     Quarantine,
@@ -32,28 +31,6 @@ from elastic.protocol.duty_records import (
 from elastic.protocol.events import Saved
 from elastic.protocol.votes import Vote
 from elastic.reshard.snapshot_placement import ParitySlot, Placement, Slot, SnapshotServer
-
-
-@dataclass(slots=True)
-class Duty:
-    """State of one duty."""
-
-    CLOCKS: ClassVar[tuple[str, ...]] = ()
-    """The fields that hold a time, times in a list or by name, or None."""
-
-    def roll_back(self, step: int) -> None:
-        """Forget what happened after `step`."""
-
-    def shift_clock(self, seconds: float) -> None:
-        """Move all times by a period in which the controller was away."""
-        for name in self.CLOCKS:
-            value = getattr(self, name)
-            if isinstance(value, list):
-                setattr(self, name, [time + seconds for time in value])
-            elif isinstance(value, dict):
-                setattr(self, name, {key: time + seconds for key, time in value.items()})
-            elif value is not None:
-                setattr(self, name, value + seconds)
 
 
 @dataclass(slots=True)
@@ -259,6 +236,27 @@ class GangDuty(Duty):
     """Since workers last trained."""
     no_request_before: float = 0.0
     """No worker is requested before this time, since all were given back."""
+
+
+@dataclass(slots=True)
+class MarketDuty(Duty):
+    """Owners: `market`, and `membership` for what is pending."""
+
+    CLOCKS = ("pending", "short_until", "exchange_at")
+
+    requested: str = ""
+    """The market of the machines on which workers are requested now; empty: any machine."""
+    pending: dict[str, float] = field(default_factory=dict)
+    """By worker requested on a market that has no machine yet, since when."""
+    extra: set[str] = field(default_factory=set)
+    """Spot workers beyond the wanted number, each to be exchanged for an on-demand worker."""
+    num_changes: int = 0  # of the market since a requested worker last got a machine
+    num_refusals: int = 0  # of spot machines since a worker last got one
+    short_until: float | None = None  # until then spot machines count as short
+    exchange_at: float | None = None  # when to try to exchange on-demand workers
+    spot_worker_s: float = 0.0  # how long the lost spot workers lived together
+    num_spot_lost: int = 0
+    has_warned: bool = False  # of missing labels
 
 
 @dataclass(slots=True)

@@ -68,8 +68,9 @@ class WorkerReady:
 
     `memory_bytes` is the memory of its `device` (`cpu` or `cuda`), `digest` that of its sources and
     tensor specs, equal on all workers of a run, `node_type` the cluster's name for this type of
-    node, `step_flops` the floating-point operations of a whole step of the run, `peak_flops` the
-    most that the device can do a second. None or empty: not known.
+    node, `market` its label `spot` or `on-demand`, `step_flops` the floating-point operations of a
+    whole step of the run, `peak_flops` the most that the device can do a second. None or empty: not
+    known.
     """
 
     worker: str
@@ -84,6 +85,7 @@ class WorkerReady:
     step_flops: float | None = None
     peak_flops: float | None = None
     machine: MachineReport = field(default_factory=MachineReport)
+    market: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,9 +232,8 @@ class Quiesced:
     """A worker's training thread has unwound after an abort.
 
     `vote` is the latest that it has read. `gradients_complete`: it can still apply the step after
-    `committed_step`. `torn`: an apply raised half-way. `records` are those of the steps after
-    `Abort.committed_step`; empty if there are too many for one report. `saving_step` is the step of
-    the newest checkpoint of which it has begun to write its part; 0 if there is none.
+    `committed_step`. `torn`: an apply raised half-way. `records`: of the steps after
+    `Abort.committed_step`, if they are few. `saving_step`: the newest it has begun to save, or 0.
     """
 
     worker: str

@@ -38,6 +38,13 @@ class Policy:
     drain_grace_s: float
     """A node that still exists this long after its announced end is used again."""
 
+    # settings `market`
+    market_use: str
+    on_demand_after_s: float
+    retry_spot_after_s: float
+    spot_price: float
+    on_demand_price: float
+
     # settings `failure`
     silence_timeout_s: float
     hang_timeout_s: float

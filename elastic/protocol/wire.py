@@ -83,7 +83,7 @@ def _encode_record(value: Any, kind: type, is_sparse: bool) -> dict[str, Any]:
         item = getattr(value, name)
         if name not in defaults or item != defaults[name]:
             body[name] = encode(item, is_sparse)
-            if _is_record(hints[name]):
+            if _names_one_record(hints[name]):
                 _drop_class(body[name])
     return body
 
@@ -284,6 +284,14 @@ def _decode_union(parameters: tuple[Any, ...], value: Any) -> Any:
 @cache
 def _is_record(kind: Any) -> bool:
     return isinstance(kind, type) and is_dataclass(kind)
+
+
+@cache
+def _names_one_record(hint: Any) -> bool:
+    """Whether a value with this hint is of one dataclass, or None."""
+    kinds = [kind for kind in get_args(hint) if kind is not type(None)]
+    is_union = get_origin(hint) in (Union, types.UnionType)
+    return _is_record(hint) or (is_union and len(kinds) == 1 and _is_record(kinds[0]))
 
 
 @cache

@@ -37,6 +37,8 @@ def policy_of(settings: TrainSettings, min_workers: int, max_workers: int, run_n
         max_start_failures=MAX_START_FAILURES,
         restart_backoff_s=FIRST_BACKOFF_S,
         drain_grace_s=NODE_GRACE_S,
+        market_use=settings.market.use,
+        **settings.market.model_dump(exclude={"use"}),
         **settings.failure.model_dump(exclude={"driver_timeout_s", "orphan_timeout_s"}),
         keep_last=checkpoint.keep_last,
         keep_every=checkpoint.keep_every,

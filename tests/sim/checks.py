@@ -23,12 +23,10 @@ from elastic.protocol.commands import (
     Command,
     DropCheckpoints,
     Form,
-    LayoutAnswered,
     Pause,
     QuerySnapshotServers,
     RecordStep,
     Resume,
-    RolledBack,
 )
 from elastic.protocol.commands import Stopped as RunStopped
 from elastic.protocol.controller_state import ControllerState
@@ -48,6 +46,7 @@ from elastic.protocol.events import (
     StepCommitted,
     WorkerRaised,
 )
+from elastic.protocol.notes import LayoutAnswered, RolledBack
 from elastic.protocol.phases import Aborting, Ended, Forming, Pausing, Resharding, Running, Waiting
 from elastic.protocol.snapshot_events import (
     SnapshotServerLost,

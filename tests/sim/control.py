@@ -16,8 +16,8 @@ from actors.simulation.timeline import Timeline
 from elastic.geometry.training_job import Job
 from elastic.protocol.commands import Form
 from elastic.protocol.events import Event
-from elastic.protocol.reattachment import NUM_KEPT_EVENTS, Outbox
 from elastic.protocol.step_records import NUM_KEPT_RECORDS, NUM_SENT_RECORDS
+from elastic.replay.reattachment import NUM_KEPT_EVENTS, Outbox
 
 
 class Interrupted(Exception):

@@ -10,19 +10,13 @@ from elastic.protocol.commands import (
     DropCheckpoints,
     ForgetSnapshots,
     Form,
-    LayoutAnswered,
-    NodeQuarantined,
-    NodeReleased,
     Pause,
     PublishCheckpoint,
     QuerySnapshotServers,
     RecordStep,
-    Replaced,
     RequestCheckpoint,
     Reshard,
-    Resharded,
     Resume,
-    RolledBack,
     RollForward,
     SaveCheckpoint,
     SendRecords,
@@ -31,12 +25,9 @@ from elastic.protocol.commands import (
     StartSnapshotServer,
     StartStore,
     StartWorkers,
-    StepTimeCompared,
     Stopped,
     StopSnapshotServer,
     StopWorker,
-    Waited,
-    Warned,
 )
 from elastic.protocol.events import (
     Event,
@@ -45,6 +36,19 @@ from elastic.protocol.events import (
     RunOpened,
     StateReady,
     StepCommitted,
+)
+from elastic.protocol.notes import (
+    LayoutAnswered,
+    MarketChosen,
+    NodeQuarantined,
+    NodeReleased,
+    Note,
+    Replaced,
+    Resharded,
+    RolledBack,
+    StepTimeCompared,
+    Waited,
+    Warned,
 )
 from elastic.protocol.phases import Aborting, Phase, Waiting
 from elastic.protocol.step_records import RecordsSent
@@ -61,7 +65,8 @@ def _of_command(command: Command) -> str:  # noqa: C901 (one flat case a command
         case StartStore():
             return ""
         case StartWorkers():
-            return " ".join((*command.workers, *(f"not on {node}" for node in command.quarantined)))
+            places = (*(f"not on {node}" for node in command.quarantined), command.market)
+            return " ".join((*command.workers, *filter(None, places)))
         case StartSnapshotServer():
             return command.node
         case StartSnapshots():
@@ -96,6 +101,15 @@ def _of_command(command: Command) -> str:  # noqa: C901 (one flat case a command
             return _of_saving(command)
         case RecordStep():
             return f"{command.record.step}{' missing' * command.record.missing}"
+        case _ if isinstance(command, Note):
+            return _of_note(command)
+        case Stopped():
+            reason = f": {command.reason}" if command.reason else ""
+            return f"{command.outcome} at step {command.step}{reason}"
+
+
+def _of_note(command: Note) -> str:
+    match command:
         case Resharded():
             return f"g{command.generation} at step {command.step} from {command.source}"
         case RolledBack():
@@ -106,15 +120,15 @@ def _of_command(command: Command) -> str:  # noqa: C901 (one flat case a command
             return f"{command.kind}: {command.text}"
         case Replaced() | NodeQuarantined() | NodeReleased() | StepTimeCompared():
             return _of_watching(command)
+        case MarketChosen():
+            withdrawn = f" instead of {_names(command.withdrawn)}" if command.withdrawn else ""
+            return f"{command.num_workers} {command.market}{withdrawn}: {command.cause}"
         case Waited():
             return command.reason
         case LayoutAnswered():
             layouts = f"{command.present or 'nothing'} -> {command.planned}"
             refused = f"g{command.generation} refused: {command.refusal}"
             return refused if command.refusal else layouts
-        case Stopped():
-            reason = f": {command.reason}" if command.reason else ""
-            return f"{command.outcome} at step {command.step}{reason}"
 
 
 def _without(command: Resume | RolledBack) -> str:

@@ -28,8 +28,8 @@ from users_policy import quiet_policy
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Job
 from elastic.protocol.policy import Policy
-from elastic.protocol.reattachment import NUM_KEPT_EVENTS
 from elastic.protocol.step_records import NUM_KEPT_RECORDS, NUM_SENT_RECORDS
+from elastic.replay.reattachment import NUM_KEPT_EVENTS
 
 NUM_MICROBATCHES = 12
 

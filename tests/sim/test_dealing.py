@@ -11,7 +11,8 @@ from sim.simulation import simulate
 from sim.world import World
 
 from elastic.geometry.training_job import Job
-from elastic.protocol.commands import Abort, Form, RecordStep, RolledBack, Warned
+from elastic.protocol.commands import Abort, Form, RecordStep
+from elastic.protocol.notes import RolledBack, Warned
 
 SLOW_FROM, FAST_FROM = 30, 150
 NUM_STEPS = 320

@@ -29,10 +29,7 @@ from sim.timeline import Channel
 from sim.worker import SimWorker
 
 from actors.simulation.timeline import Timeline
-from elastic.protocol.commands import (
-    Order,
-    Stopped,
-)
+from elastic.protocol.commands import Order, Stopped
 from elastic.protocol.events import Event, RunOpened, WorkerLost, WorkerReady, WorkerSuspected
 from elastic.protocol.policy import Policy
 from elastic.protocol.snapshot_events import SnapshotServerLost, SnapshotServerReported

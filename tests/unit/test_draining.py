@@ -19,7 +19,6 @@ from elastic.protocol.commands import (
     StartSnapshots,
     StartWorkers,
     StopWorker,
-    Warned,
 )
 from elastic.protocol.events import (
     Event,
@@ -37,6 +36,7 @@ from elastic.protocol.events import (
     WorkerLost,
     WorkerReady,
 )
+from elastic.protocol.notes import Warned
 from elastic.protocol.phases import Aborting, Forming, Pausing, Running, Waiting
 from elastic.protocol.snapshot_events import SnapshotServerReady
 from elastic.protocol.votes import StepRecord, Vote

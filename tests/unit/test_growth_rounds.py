@@ -10,7 +10,7 @@ from elastic.controller.capacity.next_assignment import reshard_timeout_s
 from elastic.controller.core import Core
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Job
-from elastic.protocol.commands import Command, Form, Waited
+from elastic.protocol.commands import Command, Form
 from elastic.protocol.events import (
     Event,
     GroupFormed,
@@ -20,6 +20,7 @@ from elastic.protocol.events import (
     StoreReady,
     WorkerLost,
 )
+from elastic.protocol.notes import Waited
 from elastic.protocol.phases import Aborting, Forming, Resharding, Running, Waiting
 
 NUM_WORKERS = 100

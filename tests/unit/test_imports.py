@@ -35,7 +35,7 @@ LEVELS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("duties",),
         ("protocol",),
         ("simulation",),
-        ("planner", "reshard"),
+        ("planner", "reshard", "market"),
         ("planner/models",),
         ("geometry",),
     ),

@@ -14,8 +14,9 @@ from elastic.geometry.training_job import Bandwidths, Capacity, Corrections, Job
 from elastic.planner.layout_choice import plan_layout
 from elastic.planner.models.measured_steps import MOST, NUM_COMPARED, MeasuredSteps
 from elastic.planner.models.step_cost import cost_of
-from elastic.protocol.commands import Command, StepTimeCompared
+from elastic.protocol.commands import Command
 from elastic.protocol.events import Quiesced, StepCommitted, WorkerLost, WorkerReady
+from elastic.protocol.notes import StepTimeCompared
 from elastic.protocol.votes import StepRecord, Vote
 
 FOUR, THREE, TWO = Layout(dp=4), Layout(dp=3), Layout(dp=2)

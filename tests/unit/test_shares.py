@@ -14,9 +14,10 @@ from elastic.geometry.errors import Infeasible
 from elastic.geometry.sample_order import even_shares
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Job
-from elastic.protocol.commands import Command, Pause, Replaced, Warned
+from elastic.protocol.commands import Command, Pause
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import ComputeTimed, WorkerDraining, WorkerReady
+from elastic.protocol.notes import Replaced, Warned
 from elastic.protocol.phases import Pausing, Running
 from elastic.protocol.wire import decode, encode
 

@@ -84,7 +84,8 @@ def release_idle_standbys(state: ControllerState, now: float) -> list[Command]:
     members are lost, or another target layout is requested."""
     if now < idle_deadline(state):
         return []
-    standbys = sorted(state.membership.warm - state.membership.draining - set(state.live.members()))
+    idle = state.membership.warm - state.membership.draining - state.market.extra
+    standbys = sorted(idle.difference(state.live.members()))
     state.growth.idle_since = now if standbys else None
     if not standbys or state.growth.standby_since is not None or _needed_calm_s(state) < inf:
         return []

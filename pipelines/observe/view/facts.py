@@ -30,6 +30,7 @@ COLOURS = {
     "controller restarted": "yellow",
     "draining": "yellow",
     "straggler": "yellow",
+    "market": "yellow",
     "quarantined": "yellow",
     "joined": "green",
     "resumed": "green",
