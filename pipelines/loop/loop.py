@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 from weakref import finalize
 
+import torch
 from torch import Tensor, nn
 
+from elastic.geometry.sample_order import keyed_seed
 from pipelines.loop.declaration import Declaration
 from pipelines.loop.prepared.called_module import CalledModels
 from pipelines.loop.prepared.errors import LoopMisused
@@ -27,6 +29,7 @@ from pipelines.loop.thread import (
     Proceed,
     Request,
 )
+from pipelines.reading.pass_reader import seed_host
 from pipelines.training.custom.modules.custom_module import seeded
 from pipelines.training.workload.workload import LossSums
 
@@ -45,6 +48,8 @@ class Loop:
         """Every generator is seeded with `seed` before the script begins."""
         self._script = script
         self._seed = seed
+        self.device = torch.device("cpu")
+        """Of the worker, whose random generator is seeded, too."""
         self.is_first_worker = False
         self.called: CalledModels
         self.declaration: Declaration
@@ -112,7 +117,7 @@ class Loop:
             self._is_repeat, self._is_judged = not self._is_judged, True
             self.state.load(state())
             self.number, self._before = number, number - 1
-            self._at = Step(number, self.called.at, position)
+            self._at = self._step(number, position)
             self._resume(Begin(self._at))
         self.called.at.is_first_worker = self.is_first_worker
 
@@ -124,7 +129,7 @@ class Loop:
         if self.reporting is not None:
             self.reporting.loss = loss
         self._is_repeat, self._is_judged = False, True
-        self._at = None if is_last else Step(number + 1, self.called.at, position)
+        self._at = None if is_last else self._step(number + 1, position)
         self._resume(Committed(self._at))
 
     def await_arrival(self, limit_s: float | None = None) -> bool:
@@ -185,6 +190,15 @@ class Loop:
             return thread.compute(engine)
         finally:
             called.forget_parts()
+
+    def _step(self, number: int, position: Position) -> Step:
+        return Step(number, self.called.at, position, self._seed_draws)
+
+    def _seed_draws(self, step: int, moment: str) -> None:
+        seed = keyed_seed("script", self._seed, step, moment)
+        seed_host(seed)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
 
     def _resume(self, turn: Begin | Committed) -> None:
         self.called.at.is_first_worker = self.is_first_worker

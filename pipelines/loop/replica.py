@@ -23,6 +23,7 @@ from pipelines.loop.step import Position
 from pipelines.loop.thread import Request
 from pipelines.loop.whole_weights import broadcast, gather_whole
 from pipelines.settings import TrainSettings
+from pipelines.training.custom.modules.custom_module import seeded
 from pipelines.training.passes.pass_size import PassObservations
 from pipelines.training.passes.passes import Passes
 from pipelines.training.passes.running_buffers import RunningBuffers
@@ -57,6 +58,7 @@ class LoopReplica(ShardedReplica):
         loop: Loop,
     ) -> None:
         self.loop = loop
+        loop.device = groups.device
         super().__init__(workload, settings, groups, observations)
         self._is_alone = groups.assignment.generation == 0
         """Whether this is a warm-up."""
@@ -268,7 +270,8 @@ class LoopReplica(ShardedReplica):
 
     def _provide(self, wanted: Request, interrupt: Interrupt, keeps: bool) -> Any:
         if wanted is Request.EVALUATION:
-            return self.evaluate(self.settings.steps, interrupt)
+            with seeded(self.settings.seed):  # the script draws on as if it had not evaluated
+                return self.evaluate(self.settings.steps, interrupt)
         into = self.loop.called.tensors() if keeps else {}
         gather_whole(self._weights, self.state.tensors(), self.groups, interrupt, into)
         return None

@@ -86,6 +86,16 @@ MISTAKES = {
         f"model[0].weight.register_hook(lambda g: g / 2); {PREPARE}",
         "0.weight has a hook on its gradient",
     ),
+    "complex parameter": (
+        SGD,
+        f"None; model.turn = nn.Parameter(torch.ones(2) * 1j); optimizer = {SGD}",
+        "the model's parameter turn is complex",
+    ),
+    "hook on a step": (
+        PREPARE,
+        f"optimizer.register_step_pre_hook(lambda *_: None); {PREPARE}",
+        "the optimizer has a hook on its step",
+    ),
     "part taken before": (
         "model(x), y",
         "model[2](model[1](first(x))), y",

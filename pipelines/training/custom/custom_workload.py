@@ -106,7 +106,7 @@ class CustomWorkload:
         self.recipe = recipe
         self.settings = recipe.settings
         self.dtype: torch.dtype = getattr(torch, recipe.settings.dtype)
-        self.optimizer_factory: OptimizerFactory = CustomOptimizerFactory(recipe)
+        self.optimizer_factory: OptimizerFactory = CustomOptimizerFactory(recipe, self.module)
         self._open_train = partial(open_indexed, recipe.data, self.settings, positions)
         self.train = self._open_train()
         self.held_out = map_style(recipe.held_out(), "held_out") if recipe.held_out else None

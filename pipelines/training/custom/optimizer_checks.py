@@ -21,6 +21,7 @@ from pipelines.training.workload.optimizer import (
     state_templates,
 )
 from pipelines.training.workload.seeds import keyed_generator
+from pipelines.training.workload.state import buffers
 
 NUM_STEPS = 2
 SHAPE = (4, 3, 2)
@@ -33,9 +34,20 @@ NOT_CUT = (
 Weights = dict[str, Tensor]
 
 
-def refuse_without_dims(module: nn.Module) -> None:
-    """Raise `UserError` for a parameter without dimensions."""
+def refuse_unshardable(module: nn.Module) -> None:
+    """Raise `UserError` for a parameter without dimensions, and for state of complex numbers."""
+    for name, buffer in buffers(module):
+        if buffer.is_complex():
+            raise UserError(
+                f"the model's buffer {name} is complex, which a run cannot keep: give "
+                "register_buffer persistent=False, or keep torch.view_as_real of it"
+            )
     for name, parameter in module.named_parameters():
+        if parameter.is_complex():
+            raise UserError(
+                f"the model's parameter {name} is complex, which a run cannot shard: make it "
+                "torch.view_as_real of it, and use torch.view_as_complex(...) of that in forward"
+            )
         if not parameter.ndim:
             raise UserError(
                 f"the model's parameter {name} has no dimensions, so it cannot be sharded: "
