@@ -275,7 +275,7 @@ class RolledBack:
 @dataclass(frozen=True, slots=True)
 class Warned:
     """A warning to the user: `kind` is `skipped`, `spike`, `audit`, `notice`, `machine`,
-    `health`, `straggler` or `checkpoint`."""
+    `health`, `straggler`, `checkpoint` or `snapshot`."""
 
     generation: int
     step: int
