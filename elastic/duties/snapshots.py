@@ -15,6 +15,9 @@ from elastic.protocol.commands import (
 )
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.duty_records import SnapshotSet
+from elastic.protocol.notes import (
+    Warned,
+)
 from elastic.protocol.phases import Running
 from elastic.protocol.policy import backoff_s
 from elastic.protocol.snapshot_events import (
@@ -31,6 +34,8 @@ from elastic.reshard.snapshot_placement import Placement, place_snapshots, short
 SERVER_GRACE_S = 0.5
 """Value of the policy field `snapshot_server_grace_s`."""
 MAX_BACKOFF_S = 60.0
+START_FACTOR = 12
+"""A snapshot server that is not ready after so many times `snapshot.server_timeout_s` is late."""
 
 
 def on_snapshots(
@@ -55,19 +60,13 @@ def on_snapshots(
             if event.node in state.snapshots.servers and find_live_state(state):
                 return [StopSnapshotServer(event.node, event.cause)]
         case SnapshotServerReady():
-            state.snapshots.starting.discard(event.snapshot_server.node)
+            state.snapshots.starting_since.pop(event.snapshot_server.node, None)
+            state.snapshots.late_starts.discard(event.snapshot_server.node)
             state.snapshots.servers[event.snapshot_server.node] = event.snapshot_server
             state.snapshots.placement_at = now
         case SnapshotServerLost():
-            state.snapshots.starting.discard(event.node)
-            state.snapshots.servers.pop(event.node, None)
-            state.snapshots.slots.pop(event.node, None)
-            state.snapshots.parities.pop(event.node, None)
-            state.snapshots.pending.discard(event.node)
-            state.snapshots.num_losses += 1
-            first_s, num_losses = state.policy.restart_backoff_s, state.snapshots.num_losses
-            state.snapshots.no_server_before = now + backoff_s(first_s, num_losses, MAX_BACKOFF_S)
-            state.snapshots.placement_at = now
+            if event.node in state.snapshots.servers.keys() | state.snapshots.starting_since.keys():
+                _lose_server(state, now, event.node)  # else it was stopped while it started
         case SnapshotServerReported():
             if event.generation == state.generation and event.node in state.snapshots.pending:
                 state.snapshots.pending.discard(event.node)
@@ -75,6 +74,20 @@ def on_snapshots(
                 state.snapshots.parities[event.node] = event.parities
                 stop_querying(state, now)
     return []
+
+
+def _lose_server(state: ControllerState, now: float, node: str) -> None:
+    """A node's server is gone, or will be."""
+    snapshots = state.snapshots
+    snapshots.starting_since.pop(node, None)
+    snapshots.servers.pop(node, None)
+    snapshots.slots.pop(node, None)
+    snapshots.parities.pop(node, None)
+    snapshots.pending.discard(node)
+    snapshots.num_losses += 1
+    pause_s = backoff_s(state.policy.restart_backoff_s, snapshots.num_losses, MAX_BACKOFF_S)
+    snapshots.no_server_before = now + pause_s
+    snapshots.placement_at = now
 
 
 def query_snapshot_servers(state: ControllerState, now: float) -> list[Command]:
@@ -204,17 +217,46 @@ def drop_older(state: ControllerState) -> list[Command]:
 
 def placement_deadline(state: ControllerState) -> float:
     """When to place the snapshots: at once on the servers that exist, on new ones after a committed
-    step."""
-    if state.snapshots.placement_at is None or not isinstance(state.phase, Running) or state.ending:
+    step, on the others if one is not ready in time."""
+    if not isinstance(state.phase, Running) or state.ending:
         return inf
+    due = min(
+        (_ready_deadline(state, node) for node in state.snapshots.starting_since), default=inf
+    )
     has_begun = state.snapshots.wanted is not None or not state.snapshots.servers
-    return inf if has_begun and not state.phase.num_commits else state.snapshots.placement_at
+    if state.snapshots.placement_at is None or (has_begun and not state.phase.num_commits):
+        return due
+    return min(due, state.snapshots.placement_at)
+
+
+def _ready_deadline(state: ControllerState, node: str) -> float:
+    """When a server that starts is late."""
+    limit_s = START_FACTOR * state.policy.snapshot_server_timeout_s
+    return state.snapshots.starting_since[node] + limit_s
+
+
+def _stop_late_servers(state: ControllerState, now: float) -> list[Command]:
+    """Stop the servers that are not ready in time. They are started again after a back-off, but
+    snapshots do not wait for them any more."""
+    commands: list[Command] = []
+    for node in sorted(state.snapshots.starting_since):
+        if now >= _ready_deadline(state, node):
+            after_s = now - state.snapshots.starting_since[node]
+            cause = f"the snapshot server of node {node} is not ready after {after_s:.0f} s"
+            if node not in state.snapshots.late_starts:
+                text = f"{cause}: it is started again, and snapshots go to the others"
+                commands.append(Warned(state.generation, state.committed_step, "snapshot", text))
+            commands.append(StopSnapshotServer(node, cause))
+            _lose_server(state, now, node)
+            state.snapshots.late_starts.add(node)
+    return commands
 
 
 def update_placement(state: ControllerState, now: float) -> list[Command]:
     """Start the missing snapshot servers, and order snapshots to those that are ready."""
     if now < placement_deadline(state) or not state.live.held:
         return []
+    stops = _stop_late_servers(state, now)
     state.snapshots.placement_at = None
     assignment = state.live.held.assignment
     topology = {
@@ -228,7 +270,7 @@ def update_placement(state: ControllerState, now: float) -> list[Command]:
     num_chunks = num_chunks_of(state.policy.snapshot_redundancy)
     placement = place_snapshots(assignment, topology, sorted(candidates.values()), num_chunks)
     state.snapshots.wanted = {node for copies in placement.copies.values() for node in copies}
-    commands = _start_missing(state, now)
+    commands = stops + _start_missing(state, now)
     present = [
         snapshot_server.place
         for node, snapshot_server in state.snapshots.servers.items()
@@ -242,25 +284,24 @@ def update_placement(state: ControllerState, now: float) -> list[Command]:
 def _start_missing(state: ControllerState, now: float) -> list[Command]:
     """Start the missing servers, but not before a step has committed, and not during a back-off."""
     assert state.snapshots.wanted is not None and isinstance(state.phase, Running)
-    missing = sorted(
-        state.snapshots.wanted - state.snapshots.servers.keys() - state.snapshots.starting
-    )
+    expected = state.snapshots.servers.keys() | state.snapshots.starting_since.keys()
+    missing = sorted(state.snapshots.wanted - expected)
     if missing and not state.phase.num_commits:
         state.snapshots.placement_at = now
         return []
     if missing and now < state.snapshots.no_server_before:
         state.snapshots.placement_at = state.snapshots.no_server_before
         return []
-    state.snapshots.starting.update(missing)
+    state.snapshots.starting_since.update(dict.fromkeys(missing, now))
     return [StartSnapshotServer(node) for node in missing]
 
 
 def _order_snapshots(state: ControllerState, placement: Placement) -> list[Command]:
-    """Order snapshots once all starting servers are ready, or at once if a server in use is
-    lost."""
-    former = state.snapshots.placement
+    """Order snapshots once all starting servers are ready that may be in time, or at once if a
+    server in use is lost."""
+    former, starting = state.snapshots.placement, state.snapshots.starting_since.keys()
     has_lost = any(set(nodes) - state.snapshots.servers.keys() for nodes in former.copies.values())
-    if placement == former or (state.snapshots.starting and not has_lost):
+    if placement == former or (starting - state.snapshots.late_starts and not has_lost):
         return []
     state.snapshots.num_set_changes += bool(placement.sets or former.sets)
     state.snapshots.placement = placement

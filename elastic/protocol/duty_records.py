@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import ClassVar
 
 from elastic.geometry.assignment import Assignment
@@ -101,6 +101,10 @@ class Crash:
     is_excused: bool = False
     """Whether it does not count against its node by itself: see `quarantine`."""
 
+    def shifted(self, seconds: float) -> Crash:
+        """The crash on a clock that was moved."""
+        return replace(self, time=self.time + seconds, since=self.since + seconds)
+
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
@@ -110,6 +114,10 @@ class Quarantine:
     number: int
     since: float
     is_unfit: bool = False
+
+    def shifted(self, seconds: float) -> Quarantine:
+        """The quarantine on a clock that was moved."""
+        return replace(self, since=self.since + seconds)
 
 
 @dataclass(slots=True)

@@ -6,7 +6,7 @@ forgotten.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.topology import Place
@@ -184,14 +184,8 @@ class QuarantineDuty(Duty):
 
     def shift_clock(self, seconds: float) -> None:
         Duty.shift_clock(self, seconds)
-        self.crashes = [
-            replace(crash, time=crash.time + seconds, since=crash.since + seconds)
-            for crash in self.crashes
-        ]
-        self.past = {
-            node: replace(quarantine, since=quarantine.since + seconds)
-            for node, quarantine in self.past.items()
-        }
+        self.crashes = [crash.shifted(seconds) for crash in self.crashes]
+        self.past = {node: past.shifted(seconds) for node, past in self.past.items()}
 
 
 @dataclass(slots=True)
@@ -274,10 +268,13 @@ class ErrorDuty(Duty):
 class SnapshotDuty(Duty):
     """Owner: `snapshots`."""
 
-    CLOCKS = ("no_server_before", "queried_until", "placement_at")
+    CLOCKS = ("starting_since", "no_server_before", "queried_until", "placement_at")
 
     servers: dict[str, SnapshotServer] = field(default_factory=dict)  # by node
-    starting: set[str] = field(default_factory=set)
+    starting_since: dict[str, float] = field(default_factory=dict)
+    """By node, when the start of its server was ordered."""
+    late_starts: set[str] = field(default_factory=set)
+    """Nodes whose last server was not ready in time: placement does not wait for the next one."""
     sets: list[SnapshotSet] = field(default_factory=list)
     placement: Placement = field(default_factory=Placement)
     """Where the members send their snapshots."""

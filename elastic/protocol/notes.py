@@ -35,7 +35,7 @@ class RolledBack:
 @dataclass(frozen=True, slots=True)
 class Warned:
     """A warning to the user: `kind` is `skipped`, `spike`, `audit`, `notice`, `machine`,
-    `health`, `straggler`, `market` or `checkpoint`."""
+    `health`, `straggler`, `market`, `checkpoint` or `snapshot`."""
 
     generation: int
     step: int

@@ -173,7 +173,7 @@ class SimFleet:
 
     def _find_snapshot_servers(self, state: ControllerState) -> None:
         found = self._world.around.snapshot_servers
-        for node in sorted(state.snapshots.servers.keys() | state.snapshots.starting):
+        for node in sorted(state.snapshots.servers.keys() | state.snapshots.starting_since.keys()):
             if node in found:
                 self._post_at_once(SnapshotServerReady(found[node].snapshot_server))
             elif node in state.snapshots.servers:

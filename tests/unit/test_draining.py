@@ -62,12 +62,14 @@ def form_group(core: Core, now: float) -> None:
     deliver(core, *(StateReady(w, generation, 0, 0, 0.0, 1, 1, 1) for w in participants), now=now)
 
 
-def make_training_core(nodes: str, layout: str = "", min_workers: int = 1, **policy: int) -> Core:
+def make_training_core(
+    nodes: str, layout: str = "", min_workers: int = 1, batch: int = 12, **policy: int
+) -> Core:
     """One worker per letter, on the node of that name; step 1 has committed at START. A notice
     requests no checkpoint."""
     core, num_workers = Core(), len(nodes)
     run_policy = users_policy(min_workers, num_workers, **{"checkpoint_auto": False, **policy})
-    job = Job(12, steps=1000)
+    job = Job(batch, steps=1000)
     deliver(
         core,
         RunOpened(1, run_policy, TargetLayout.parse(layout, num_workers), job),
