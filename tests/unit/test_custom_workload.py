@@ -296,7 +296,7 @@ def test_invalid_metric_names_are_refused(folder: Path, name: str) -> None:
         make_run_plan(folder)
 
 
-def test_parameter_without_dims_is_refused(folder: Path) -> None:
+def test_parameter_without_dims_is_planned(folder: Path) -> None:
     file = folder / "mine.py"
     scaled = (
         "class Net(torch.nn.Linear):\n    def __init__(self, *a):\n        super().__init__(*a)\n"
@@ -304,8 +304,8 @@ def test_parameter_without_dims_is_refused(folder: Path) -> None:
     scaled += "        self.scale = torch.nn.Parameter(torch.tensor(1.0))\n"
     text = file.read_text().replace("torch.nn.Linear(2, size)", "Net(2, size)")
     file.write_text(text.replace("def loss", f"{scaled}def loss"))
-    with pytest.raises(UserError, match="parameter scale has no dimensions"):
-        make_run_plan(folder)
+    plan = make_run_plan(folder)
+    assert plan.run.opening.job.param_bytes == 4 * 4, "weight, bias and scale"
 
 
 def test_number_of_evaluated_samples_is_reported(folder: Path) -> None:

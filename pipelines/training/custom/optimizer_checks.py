@@ -7,7 +7,7 @@ from inspect import Parameter, signature, unwrap
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.optim import Optimizer
 
 from pipelines.errors import UserError
@@ -34,8 +34,8 @@ NOT_CUT = (
 Weights = dict[str, Tensor]
 
 
-def refuse_unshardable(module: nn.Module) -> None:
-    """Raise `UserError` for a parameter without dimensions, and for state of complex numbers."""
+def refuse_complex(module: nn.Module) -> None:
+    """Raise `UserError` for state of complex numbers."""
     for name, buffer in buffers(module):
         if buffer.is_complex():
             raise UserError(
@@ -47,11 +47,6 @@ def refuse_unshardable(module: nn.Module) -> None:
             raise UserError(
                 f"the model's parameter {name} is complex, which a run cannot shard: make it "
                 "torch.view_as_real of it, and use torch.view_as_complex(...) of that in forward"
-            )
-        if not parameter.ndim:
-            raise UserError(
-                f"the model's parameter {name} has no dimensions, so it cannot be sharded: "
-                "give it shape (1,)"
             )
 
 
@@ -92,7 +87,7 @@ def refuse_unfit(optimizer_factory: OptimizerFactory, num_dims: Mapping[str, int
 def uncut_parameters(
     optimizer_factory: OptimizerFactory, num_dims: Mapping[str, int]
 ) -> frozenset[str]:
-    """Those of the parameters of these names and numbers of dims that no axis may cut.
+    """Those of the parameters of these names and numbers of dims that no axis may cut, but could.
 
     The update of an element may depend on others of its parameter, which another worker would hold.
     """
@@ -121,7 +116,8 @@ def uncut_parameters(
             if not _close(torch.cat([half[name] for half in halves], dim), whole[name])
         }
     kinds = kinds_in(optimizer_factory, num_dims)
-    return frozenset(name for kind in kinds if found & set(kind) for name in kind)
+    names = {name for kind in kinds if found & set(kind) for name in kind}
+    return frozenset(name for name in names if num_dims[name])
 
 
 def _half(tensors: Weights, cut: Sequence[str], dim: int, which: int) -> Weights:

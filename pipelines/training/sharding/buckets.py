@@ -26,27 +26,40 @@ Finish = Callable[[], None]
 class Chunks:
     """A local tensor of `shape`, cut along dim 0 as by `torch.chunk`, and this rank's chunk of it.
 
-    `width` is the number of elements of a chunk, padding included.
+    `width` is the number of elements of a chunk, padding included. A tensor without dims cannot be
+    cut: each rank's chunk is the whole, of which there are `num_copies`. Only rank 0 gets the sum
+    of its gradient; see `share_uncut`.
     """
 
     def __init__(self, shape: Sequence[int], num_chunks: int, index: int) -> None:
         self.num_chunks = num_chunks
         self.index = index
-        self.begin, self.length = chunk_interval(shape[0], num_chunks, index)
-        self.width = -(-shape[0] // num_chunks) * prod(shape[1:])
+        self.is_cut = len(shape) > 0
+        self.num_copies = 1 if self.is_cut else num_chunks
+        self.begin, self.length, self.width = 0, 1, 1
+        if self.is_cut:
+            self.begin, self.length = chunk_interval(shape[0], num_chunks, index)
+            self.width = -(-shape[0] // num_chunks) * prod(shape[1:])
 
     def own(self, full: Tensor) -> Tensor:
         """This rank's chunk, as a view."""
-        return full[self.begin : self.begin + self.length]
+        return full[self.begin : self.begin + self.length] if self.is_cut else full
 
     def padded(self, full: Tensor) -> Tensor:
         """All chunks in rows: (num_chunks, width)."""
         return _padded(full, self.num_chunks * self.width).view(self.num_chunks, self.width)
 
-    def unpadded(self, rows: Tensor, full: Tensor) -> list[tuple[Tensor, Tensor]]:
-        """Pairs (target, source) that copy rows (num_chunks, width) into a full tensor."""
+    def copies(self, rows: Tensor, full: Tensor, has_own: bool) -> list[tuple[Tensor, Tensor]]:
+        """Pairs (target, source) that copy rows (num_chunks, width) into a full tensor, which
+        `has_own` or lacks this rank's chunk."""
+        if not self.is_cut:
+            return [] if has_own else [(full.view(1), rows[self.index])]
         targets = full.view(-1).split(max(self.width, 1))
-        return [(target, row[: target.numel()]) for target, row in zip(targets, rows, strict=False)]
+        return [
+            (target, row[: target.numel()])
+            for index, (target, row) in enumerate(zip(targets, rows, strict=False))
+            if not has_own or index != self.index
+        ]
 
 
 class BucketParameter:
@@ -66,7 +79,7 @@ class BucketParameter:
         self.full = local_tensor(parameter)
         self.has_separate_shard = shard is not None
         self.shard = chunks.own(self.full) if shard is None else shard
-        self.num_copies = count_copies(parameter)
+        self.num_copies = count_copies(parameter) * chunks.num_copies
         self.drop_gradients()
 
     def drop_gradients(self) -> None:
@@ -144,9 +157,7 @@ class Bucket:
             del sent  # the collective reads it until here
             pairs: list[tuple[Tensor, Tensor]] = []
             for part, columns in zip(self.parts, rows.split(self.widths, dim=1), strict=True):
-                in_place = -1 if part.has_separate_shard else part.chunks.index
-                copies = enumerate(part.chunks.unpadded(columns, part.full))
-                pairs += [pair for index, pair in copies if index != in_place]
+                pairs += part.chunks.copies(columns, part.full, not part.has_separate_shard)
             if pairs:
                 targets, sources = zip(*pairs, strict=True)
                 copy_tensors(targets, sources)
@@ -201,6 +212,13 @@ class Bucket:
 
         return finish
 
+    def uncut_sums(self) -> list[Tensor]:
+        """The sums of the parameters that cannot be cut, as views of `total`."""
+        if self.total is None or self.num_chunks == 1:
+            return []
+        sums = self.total.split([*self.widths, len(self.parts)])
+        return [sums[i] for i, part in enumerate(self.parts) if not part.chunks.is_cut]
+
     def gradient_counts(self) -> Tensor:
         """The number of ranks with a gradient of each parameter; needs `total`."""
         assert self.total is not None
@@ -249,6 +267,27 @@ class Bucket:
     def _sent_shard(self, part: BucketParameter) -> Tensor:
         shard = part.shard.to(part.full.device, part.full.dtype)
         return _padded(shard, part.chunks.width)
+
+
+def share_uncut(buckets: Sequence[Bucket]) -> Finish:
+    """Give all ranks of `fsdp` the sums of the gradients that cannot be cut, which rank 0 has.
+
+    Each rank updates these parameters, so all need the same bits. Only dense parameters may be
+    without dims, so the buckets that have some share their group.
+    """
+    having = [bucket for bucket in buckets if bucket.uncut_sums()]
+    if not having:
+        return _no_wait
+    sums = [value for bucket in having for value in bucket.uncut_sums()]
+    shared = torch.cat(sums)
+    work = dist.broadcast(shared, group=having[0].shards, group_src=0, async_op=True)
+
+    def finish() -> None:
+        wait_for(work)
+        for target, value in zip(sums, shared.split(1), strict=True):
+            target.copy_(value)
+
+    return finish
 
 
 def embed_shard(shard: Tensor, like: Tensor, chunks: Chunks) -> Tensor:

@@ -28,6 +28,7 @@ from pipelines.training.sharding.sharded import (
     assign,
     count_copies,
     local_tensor,
+    names_without_dims,
     storage_bytes,
 )
 from pipelines.training.workload.workload import Workload
@@ -35,6 +36,8 @@ from pipelines.training.workload.workload import Workload
 
 class FullySharded:
     """Modules whose parameters FSDP gathers block by block; see `Sharded`.
+
+    It leaves out parameters without dims, which FSDP refuses; see `ShardedBesideScalars`.
 
     Each block, and the rest of the module, is sharded over `fsdp` with replicas over `dp` and `cp`
     (Zhao et al., PyTorch FSDP, 2023). The optimizer's step runs no collective. Gradients are
@@ -56,6 +59,7 @@ class FullySharded:
         self.reshards = _reshards_after_forward(groups, settings)
         self.reduces_each = settings.sync_each_microbatch and groups.mesh["fsdp"].size() > 1
         self.modules = modules
+        self.without_dims = names_without_dims(modules)
         self.roots = [
             root for module in modules for root in self._shard(module, workload, groups, settings)
         ]
@@ -79,7 +83,7 @@ class FullySharded:
         }
         if self.offload:
             parts = {name: part.cpu() for name, part in parts.items()}
-        assign(self.modules, parts | dict(buffers))
+        assign(self.modules, parts | dict(buffers), self.without_dims)
         self._read()
 
     def gather(self, interrupt: Interrupt) -> None:
@@ -141,7 +145,10 @@ class FullySharded:
                 "use --layout dp, or zero=2, as in fsdp=2,zero=2"
             )
         sharded = partial(
-            fully_shard, mp_policy=_precision(settings), offload_policy=self._offload_policy()
+            fully_shard,
+            mp_policy=_precision(settings),
+            offload_policy=self._offload_policy(),
+            ignored_params={value for value in module.parameters() if not value.ndim},
         )
         inner = partial(sharded, reshard_after_forward=self.reshards)
         mesh, expert_mesh = _data_mesh(groups.mesh), _data_mesh(groups.experts or groups.mesh)
@@ -161,6 +168,7 @@ class FullySharded:
     def _read(self) -> None:
         """Look the parameters up again: `adopt` replaces some."""
         names = {name for module in self.modules for name, _ in module.named_parameters()}
+        names -= self.without_dims
         self.parameters = {
             name: value
             for module in self.modules

@@ -20,6 +20,7 @@ from pipelines.training.models.joined_model import prefix_of, roots_of
 from pipelines.training.sharding.fully_sharded import FullySharded
 from pipelines.training.sharding.owned import OwnedSharded
 from pipelines.training.sharding.recomputation import recomputed
+from pipelines.training.sharding.scalars_apart import ScalarsApart
 from pipelines.training.sharding.sharded import Sharded, bring_constants
 from pipelines.training.sharding.zero import ZeroSharded
 from pipelines.training.tensor.draw_trial import find_draws, for_trial
@@ -49,9 +50,14 @@ def parallelize(
         parallelize_module(module, workload, parallel, settings)
         if parallel.tp is not None and not workload.shape().sequence_parallel:
             _draw_as_whole(module, workload, parallel.tp, settings)
-    fully = groups.layout.zero == 3 and not _has_full_parameters(groups)
-    kind = FullySharded if fully else ZeroSharded
-    sharded: Sharded = kind(modules, workload, groups, settings)
+    sharded: Sharded
+    if groups.layout.zero == 3 and not _has_full_parameters(groups):
+        sharded = fully = FullySharded(modules, workload, groups, settings)
+        if scalars := fully.without_dims:
+            beside = ZeroSharded(modules, workload, groups, settings, only=scalars)
+            sharded = ScalarsApart(fully, beside)
+    else:
+        sharded = ZeroSharded(modules, workload, groups, settings)
     deals = groups.layout.fsdp > 1 and divides(groups.layout.zero, "optimizer")
     if not deals or not sharded.shards().keys() & set(workload.whole_parameters):
         return sharded

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from math import prod
 from typing import Protocol
 
@@ -73,12 +73,16 @@ class Sharded(Protocol):
         """The bytes of the gradients on the device while they exist, padding included."""
 
 
-def assign(modules: Sequence[nn.Module], values: Mapping[str, Tensor]) -> None:
-    """Assign all parameters and buffers to the modules without copies.
+def assign(
+    modules: Sequence[nn.Module], values: Mapping[str, Tensor], kept: Collection[str] = ()
+) -> None:
+    """Assign all parameters and buffers to the modules without copies, except those to be kept.
 
     A tied parameter stays tied; `values` has it under its first name.
     """
     for module in modules:
+        held = module.state_dict(keep_vars=True)
+        values = {**values, **{name: held[name] for name in kept if name in held}}
         first = {parameter: name for name, parameter in module.named_parameters()}
         named = module.named_parameters(remove_duplicate=False)
         tied = {name: first[value] for name, value in named if first[value] != name}
@@ -89,6 +93,12 @@ def assign(modules: Sequence[nn.Module], values: Mapping[str, Tensor]) -> None:
                 assigned[source] = nn.Parameter(assigned[source], requires_grad=trained)
             assigned[name] = assigned[source]
         module.load_state_dict(assigned, assign=True)
+
+
+def names_without_dims(modules: Sequence[nn.Module]) -> set[str]:
+    """The names of the parameters without dims, which no axis can cut."""
+    named = (pair for module in modules for pair in module.named_parameters())
+    return {name for name, parameter in named if not parameter.ndim}
 
 
 def bring_constants(module: nn.Module, device: torch.device) -> None:

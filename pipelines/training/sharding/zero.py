@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -18,7 +18,14 @@ from actors.runtime.program import Groups, Interrupt
 from elastic.geometry.zero import divides
 from pipelines.settings import TrainSettings
 from pipelines.training.models.expert_parallel import named_experts
-from pipelines.training.sharding.buckets import Bucket, BucketParameter, Chunks, Finish, embed_shard
+from pipelines.training.sharding.buckets import (
+    Bucket,
+    BucketParameter,
+    Chunks,
+    Finish,
+    embed_shard,
+    share_uncut,
+)
 from pipelines.training.sharding.sharded import as_distributed, assign, local_tensor, on_host
 from pipelines.training.workload.workload import Workload
 
@@ -48,11 +55,17 @@ class ZeroSharded:
         workload: Workload,
         groups: Groups,
         settings: TrainSettings,
+        only: Collection[str] | None = None,
     ) -> None:
-        """Take modules on the meta device: shapes without values."""
+        """Take modules on the meta device: shapes without values.
+
+        With `only` these parameters of modules that are sharded otherwise: their gradients are
+        summed over a step's passes and reduced behind the last, in `reduce`.
+        """
         self.modules = modules
+        self.only = only
         self.device = groups.device
-        is_sharded = groups.layout.fsdp > 1
+        is_sharded = groups.layout.fsdp > 1 and only is None
         self.has_stages = groups.layout.pp > 1
         self.divides_gradients = is_sharded and divides(groups.layout.zero, "gradients")
         self.dtype = torch.bfloat16 if settings.dtype == "bfloat16" else None
@@ -64,7 +77,7 @@ class ZeroSharded:
         self.grouping = [
             group
             for module in modules
-            for group in self._coalesce(module, _group_parameters(module, workload, groups))
+            for group in self._coalesce(module, _group_parameters(module, workload, groups, only))
         ]
         self._make_buckets({})
         self.is_stale = True
@@ -99,7 +112,7 @@ class ZeroSharded:
             dtype = self.dtype or shard.dtype
             full_tensor = torch.empty(part.full.shape, dtype=dtype, device=self.device)
             full[part.name] = as_distributed(full_tensor, part.parameter)
-        assign(self.modules, full | dict(buffers))
+        assign(self.modules, full | dict(buffers), self._others())
         self._make_buckets(separate)
         for part in self._parts():
             widen_gradient(part.parameter, part.shard.dtype)
@@ -118,8 +131,8 @@ class ZeroSharded:
         self.is_stale = False
 
     def accumulate(self, last: bool) -> None:
-        self.is_last = last
-        if last and not self._hooks:
+        self.is_last = last and self.only is None
+        if self.is_last and not self._hooks:
             self._add_hooks()
 
     @torch.no_grad()
@@ -147,6 +160,8 @@ class ZeroSharded:
         while self._sums:
             interrupt()
             self._sums.pop(0)()
+        interrupt()
+        share_uncut(self.buckets)()
         self._keep_gradients()
         self._end_last_backward()
 
@@ -183,6 +198,12 @@ class ZeroSharded:
             for flag in [self._gradients_share_reduced(bucket)]
             for part, width in zip(bucket.parts, bucket.widths, strict=True)
         )
+
+    def _others(self) -> set[str]:
+        """The names of the tensors that are sharded otherwise."""
+        if self.only is None:
+            return set()
+        return {name for module in self.modules for name in module.state_dict()} - set(self.only)
 
     def _gradients_share_reduced(self, bucket: Bucket) -> bool:
         """Whether gradients are views of the reduced buffer, which also has a flag for each."""
@@ -310,13 +331,14 @@ def _num_bytes(module: nn.Module, names: Iterable[str]) -> int:
 
 
 def _group_parameters(
-    module: nn.Module, workload: Workload, groups: Groups
+    module: nn.Module, workload: Workload, groups: Groups, only: Collection[str] | None
 ) -> Iterator[tuple[list[str], DeviceMesh]]:
     """The groups of parameter names that are gathered and reduced together, with their mesh.
 
     A group is a block without its experts, the experts of a block, or one module outside blocks.
     """
-    names = {parameter: name for name, parameter in module.named_parameters()}
+    named = module.named_parameters()
+    names = {parameter: name for name, parameter in named if only is None or name in only}
     experts = [part for _, part in named_experts(module, workload.shape())]
     owners: list[tuple[Iterable[nn.Parameter], DeviceMesh]] = []
     for block in workload.blocks(module):
