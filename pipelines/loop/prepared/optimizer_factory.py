@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from pipelines.loop.modules.module_numbers import ModuleNumbers
 from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.prepared.joined_optimizer import JoinedOptimizer
 from pipelines.loop.prepared.kept_objects import KeptObjects
@@ -40,6 +41,7 @@ class ScriptOptimizerFactory:
         clipping: Clipping,
         scaler: LossScaler | None = None,
         kept: KeptObjects | None = None,
+        modules: ModuleNumbers | None = None,
     ) -> None:
         """`names` are the names of the model's parameters.
 
@@ -49,7 +51,7 @@ class ScriptOptimizerFactory:
         _refuse_foreign(optimizers, schedulers)
         self.clipping = clipping
         self.values = ScriptValues(optimizers, schedulers, scaler)
-        self.state = ScriptState(self.values, kept or KeptObjects())
+        self.state = ScriptState(self.values, kept or KeptObjects(), modules)
         self._optimizers = optimizers
         groups = [(owner, group) for owner in optimizers for group in owner.param_groups]
         self._groups = [
