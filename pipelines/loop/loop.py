@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from weakref import finalize
 
@@ -31,7 +32,7 @@ from pipelines.loop.thread import (
 )
 from pipelines.reading.pass_reader import seed_host
 from pipelines.training.custom.modules.custom_module import seeded
-from pipelines.training.workload.workload import LossSums
+from pipelines.training.workload.workload import LossSums, nothing
 
 ScriptFunction = Callable[[Run], None]
 """A function that prepares what it trains with and loops over `run.steps`."""
@@ -68,6 +69,8 @@ class Loop:
         """Whether the script knows whether its latest body's step has committed."""
         self._driver = 0
         """The thread that has let the script run."""
+        self.on_restart: Callable[[], None] = nothing
+        """Called when the declaration is that of another execution of the script."""
         self._at: Step | None = None
         """The step at whose body the script waits, or up to which it runs."""
         self._computed: Step | None = None
@@ -85,6 +88,7 @@ class Loop:
         """Abandon the running script, and run it up to its first step again."""
         self._abandon()
         self._begin()
+        self.on_restart()
 
     @property
     def is_in_body(self) -> bool:
@@ -187,9 +191,21 @@ class Loop:
         self._computed, self.reporting = self._at, None
         self._at, self._is_judged, self._driver = None, False, threading.get_ident()
         try:
-            return thread.compute(engine)
+            sums = thread.compute(engine)
+            called.pull()
+            return sums
         finally:
             called.forget_parts()
+
+    @contextmanager
+    def evaluating(self, module: nn.Module) -> Iterator[None]:
+        """While this worker's module is evaluated: it has the attributes of the script's model."""
+        self.called.use(module)
+        try:
+            yield
+            self.called.pull()
+        finally:
+            self.called.forget_parts()
 
     def _step(self, number: int, position: Position) -> Step:
         return Step(number, self.called.at, position, self._seed_draws)

@@ -80,7 +80,7 @@ def test_prepared_model_has_its_parameters_until_the_loop_starts() -> None:
         for step in run.steps(3):
             with step:
                 for points in step.batches():
-                    for call in (model.state_dict, model.parameters, model.eval):
+                    for call in (model.state_dict, model.parameters):
                         with pytest.raises(LoopMisused) as raised:
                             list(call())
                         messages.append(str(raised.value))
@@ -93,7 +93,7 @@ def test_prepared_model_has_its_parameters_until_the_loop_starts() -> None:
     take(loop)
     take(loop, 2)
     assert MODULE.weight.grad is not None
-    assert len(set(messages)) == 3 and "run.evaluation" in messages[2]
+    assert len(set(messages)) == 2 and all("sharded over the workers" in m for m in messages)
 
 
 def test_prepared_model_is_its_part_within_a_step() -> None:

@@ -105,6 +105,10 @@ class KeptObjects:
         if live:
             copy_tensors([self.kept[name] for name in live], list(live.values()))
 
+    def live(self) -> dict[str, Tensor]:
+        """Copies of the present values."""
+        return {name: _contiguous(value) for name, value in self._live().items()}
+
     def load(self, values: Mapping[str, Tensor]) -> None:
         """Take these as the values at the beginning of the present step."""
         for name, kept in self.kept.items():

@@ -13,6 +13,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from actors.distributed.torch_private import has_step_hook
+from pipelines.loop.modules.module_numbers import ModuleNumbers
 from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.prepared.joined_optimizer import JoinedOptimizer
 from pipelines.loop.prepared.kept_objects import KeptObjects
@@ -41,6 +42,7 @@ class ScriptOptimizerFactory:
         clipping: Clipping,
         scaler: LossScaler | None = None,
         kept: KeptObjects | None = None,
+        modules: ModuleNumbers | None = None,
     ) -> None:
         """`names` are the names of the model's parameters.
 
@@ -50,7 +52,7 @@ class ScriptOptimizerFactory:
         _refuse_foreign(optimizers, schedulers)
         self.clipping = clipping
         self.values = ScriptValues(optimizers, schedulers, scaler)
-        self.state = ScriptState(self.values, kept or KeptObjects())
+        self.state = ScriptState(self.values, kept or KeptObjects(), modules)
         self._optimizers = optimizers
         groups = [(owner, group) for owner in optimizers for group in owner.param_groups]
         self._groups = [

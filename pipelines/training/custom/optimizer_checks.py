@@ -7,7 +7,7 @@ from inspect import Parameter, signature, unwrap
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipelines.errors import UserError
