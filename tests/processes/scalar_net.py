@@ -37,7 +37,7 @@ class Gated(nn.Module):
         changed = self.down(self.up(hidden).tanh()) + self.shift
         if self.training:
             with torch.no_grad():
-                self.mean.lerp_(changed.mean(), 0.1)
+                self.mean.lerp_(changed.mean().to(self.mean.dtype), 0.1)
         return hidden + self.gate * (changed - self.mean)
 
 
