@@ -52,6 +52,7 @@ from elastic.protocol.duty_state import (
     ErrorDuty,
     LayoutDuty,
     LossDuty,
+    MarketDuty,
     MembershipDuty,
 )
 from elastic.protocol.events import (
@@ -300,6 +301,7 @@ class Core:
             ),
             audits=AuditDuty(audited_step=step),
             rollbacks=old.rollbacks,
+            market=MarketDuty(opened_at=old.market.opened_at or now),
             errors=ErrorDuty(counts=old.errors.counts),
         )
         if is_done:

@@ -10,6 +10,9 @@ Then the run tries to exchange its on-demand workers, if that pays. It requests 
 beyond its wanted number. Once they are warm, on-demand workers drain in their favour at a step
 boundary. If no spot machine comes, the on-demand workers have trained on, and spot is short again.
 An extra worker replaces a worker that is lost meanwhile.
+
+With `market.done_by` on-demand machines are used only while the run needs them to be done in time
+(`elastic.market.deadline`). A run that is ahead lets its on-demand workers drain.
 """
 
 from __future__ import annotations
@@ -19,6 +22,7 @@ from math import inf
 from statistics import mean, median
 
 from elastic.duties.membership import drain_for_good, num_missing, start_workers
+from elastic.market.deadline import Progress
 from elastic.market.exchange import ON_DEMAND, SPOT, Prices, exchange_pays, spot_life_s
 from elastic.protocol.commands import Command, StopWorker
 from elastic.protocol.controller_events import WorkerPlaced
@@ -37,6 +41,7 @@ FORGET_LIVES_AFTER = 32
 """After so many losses the lives of earlier spot workers count half."""
 USUAL_PAUSE_S = 1.0
 USUAL_START_S = 60.0
+ROUNDING_S = 1.0
 LABEL = "ray.io/market-type"
 
 
@@ -85,6 +90,12 @@ def market_deadline(state: ControllerState) -> float:
         return inf
     pending = [since for worker, since in market.pending.items() if worker not in draining]
     times = [min(pending, default=inf) + _patience_s(state), market.short_until or inf]
+    progress = _progress(state, market.opened_at)
+    if progress is not None:
+        if not market.is_behind:  # then the requests may stay pending
+            times = [market.opened_at + progress.behind_after_s() + ROUNDING_S]
+        if market.has_slack:
+            times.append(market.opened_at + progress.slack_until_s() + ROUNDING_S)
     if _may_exchange(state):
         times.append(_swap_deadline(state) if market.extra else market.exchange_at or inf)
     return min(times)
@@ -101,11 +112,20 @@ def follow_up(state: ControllerState, now: float) -> list[Command]:
     market.extra -= state.membership.draining
     for worker in _by_progress(state)[: num_missing(state)]:
         market.extra.discard(worker)
-    commands = _fall_back(state, now)
+    progress = _progress(state, now)
+    if progress is not None:
+        market.has_slack = not progress.has_no_slack
+        market.is_behind = progress.needs_on_demand(market.is_behind)
+        if not market.is_behind:
+            return _leave_on_demand(state, progress)
+    commands = _fall_back(state, now, progress)
     if market.short_until is not None and now >= market.short_until:
         market.short_until = None
     market.requested = SPOT if market.short_until is None else ON_DEMAND
-    if _may_exchange(state):
+    if not market.has_slack:
+        market.requested = ON_DEMAND
+        market.extra.clear()
+    elif _may_exchange(state):
         commands += _swap(state, now) if market.extra else _request_extra(state, now)
     return commands
 
@@ -125,10 +145,60 @@ def _patience_s(state: ControllerState) -> float:
     return backoff_s(first_s, state.market.num_changes + 1, max(first_s, LONGEST_S))
 
 
-def _fall_back(state: ControllerState, now: float) -> list[Command]:
+def _progress(state: ControllerState, now: float) -> Progress | None:
+    """How far the run is with regard to `market.done_by`; None without it."""
+    market, policy, steps = state.market, state.policy, state.job.steps
+    if not policy.done_by_s and not policy.done_by_at:
+        return None
+    starts_s, pauses_s = state.membership.recent_start_s, state.growth.pauses_s
+    return Progress(
+        state.committed_step / steps,
+        now - market.opened_at,
+        policy.done_by_s or policy.done_by_at - market.opened_at,
+        (steps - state.committed_step) * _full_step_s(state),
+        (median(starts_s) if starts_s else USUAL_START_S)
+        + (median(pauses_s) if pauses_s else USUAL_PAUSE_S),
+    )
+
+
+def _full_step_s(state: ControllerState) -> float:
+    """The time of a step with all workers, by the microbatches of a data rank; 0 if not known."""
+    layout, num_microbatches = state.steps.timed_layout, state.job.num_microbatches
+    if layout is None:
+        return 0.0
+    num_model_ranks = state.layouts.target.num_model_ranks
+    numbers = [layout.num_workers, state.policy.max_workers]
+    now, full = (-(-num_microbatches // max(1, number // num_model_ranks)) for number in numbers)
+    return state.steps.median_s() * full / now
+
+
+def _leave_on_demand(state: ControllerState, progress: Progress) -> list[Command]:
+    """The run is ahead: use spot machines alone, as far as the minimum of workers allows."""
+    market, membership = state.market, state.membership
+    market.requested, market.short_until, market.exchange_at = SPOT, None, None
+    market.extra.clear()
+    cause = f"the run is {progress.lead_s / 60:.0f} min ahead of its time"
+    pending = [w for w in market.pending if membership.records[w].market == ON_DEMAND]
+    commands = _replace(state, SPOT, pending, cause) if pending else []
+    if not _may_exchange(state):
+        return commands
+    num_spare = max(0, membership.num_staying() - state.policy.min_workers)
+    leaving = tuple(_on_demand_workers(state)[:num_spare])
+    if leaving:
+        commands.append(MarketChosen(SPOT, 0, cause, leaving))
+    for worker in leaving:
+        commands += drain_for_good(state, worker, cause)
+    return commands
+
+
+def _fall_back(state: ControllerState, now: float, progress: Progress | None) -> list[Command]:
     """Withdraw the requests of a market that has none for too long, for the sake of the other."""
     market, policy = state.market, state.policy
     patience_s = _patience_s(state)
+    if progress is not None and progress.has_no_slack:
+        spot = [w for w in market.pending if state.membership.records[w].market == SPOT]
+        cause = "no slack is left until the time by which the run is to be done"
+        return _replace(state, ON_DEMAND, spot, cause) if spot else []
     spot = _refused(state, now, SPOT)
     if spot:
         market.num_refusals += 1

@@ -251,6 +251,9 @@ class MarketDuty(Duty):
     spot_worker_s: float = 0.0  # how long the lost spot workers lived together
     num_spot_lost: int = 0
     has_warned: bool = False  # of missing labels
+    opened_at: float = 0.0  # the run's first start
+    is_behind: bool = False  # and needs on-demand machines to be done in time
+    has_slack: bool = True
 
 
 @dataclass(slots=True)
@@ -369,8 +372,7 @@ class AuditDuty(Duty):
 
     audited_step: int = 0
     """All replicas were equal up to this step, or the run began from it."""
-    differing_generation: int = 0
-    """The generation in which replicas differed."""
+    differing_generation: int = 0  # in which replicas differed
 
     def roll_back(self, step: int) -> None:
         self.audited_step = min(self.audited_step, step)

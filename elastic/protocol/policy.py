@@ -44,6 +44,10 @@ class Policy:
     retry_spot_after_s: float
     spot_price: float
     on_demand_price: float
+    done_by_s: float
+    """`market.done_by` as a time since the run's first start; 0: none."""
+    done_by_at: float
+    """The same as a time in seconds since the epoch; 0: none."""
 
     # settings `failure`
     silence_timeout_s: float
