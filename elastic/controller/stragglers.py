@@ -13,7 +13,7 @@ from dataclasses import replace
 from statistics import median
 
 from elastic.controller.capacity.next_assignment import next_assignment
-from elastic.controller.shares import plan_shares
+from elastic.controller.shares import comparable_ratios, least_ratio, plan_shares
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.errors import Infeasible
 from elastic.geometry.layout import Layout
@@ -64,12 +64,12 @@ def on_timed(state: ControllerState, now: float, event: ComputeTimed) -> list[Co
         return []
     if not isinstance(state.phase, Running):
         return []
-    if event.generation != state.stragglers.timed[0]:
-        state.stragglers.dealing.num_better = 0  # those reports were about other work
+    is_first = event.generation != state.stragglers.timed[0]
     state.stragglers.timed = report_id
     members = held.assignment.members
     slow_ranks = _find_slow_ranks(state, held.assignment, event)
     ratios = {members[world_rank]: ratio for world_rank, ratio in slow_ranks.items()}
+    ratios = comparable_ratios(state, held.assignment, ratios, is_first)
     state.stragglers.reported &= state.membership.records.keys()
     state.stragglers.num_slow = {
         worker: state.stragglers.num_slow.get(worker, 0) + 1 for worker in ratios
@@ -124,7 +124,7 @@ def _find_slow_ranks(
     if not _has_gpus(state, assignment):
         shares = [assignment.shares[layout.data_rank(rank)] for rank in range(len(compute_s))]
         compute_s = tuple(t / n if n else 0.0 for t, n in zip(compute_s, shares, strict=True))
-    return slowness(compute_s, layout, layout.num_data_ranks, (1 + factor) / 2)
+    return slowness(compute_s, layout, layout.num_data_ranks, least_ratio(factor))
 
 
 def _has_gpus(state: ControllerState, assignment: Assignment) -> bool:

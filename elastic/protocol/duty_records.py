@@ -73,9 +73,16 @@ class Dealing:
     num_better: int = 0
     """In how many reports of compute times in a row other shares would make steps shorter."""
     num_reports: int = 0
-    """Since the shares last changed."""
+    """Since the shares last changed; not counted before their first change."""
     num_changes: int = 0
     """Without a long time between them."""
+    planned: dict[str, float] = field(default_factory=dict)
+    """The ratio of each straggler for which the shares were planned."""
+    excess: dict[str, float] = field(default_factory=dict)
+    """By straggler, how many times too high its ratio is with a smaller share, because not all of
+    its compute time depends on the share."""
+    step_s: float = 0.0
+    """The median time of a step with even shares, before they were changed; 0: not known."""
 
 
 @dataclass(slots=True)

@@ -106,6 +106,8 @@ def decode(kind: Any, value: Any) -> Any:
         return origin(decode(parameters[0], item) for item in value)
     if origin is dict:
         return {key: decode(parameters[1], item) for key, item in value.items()}
+    if kind is bool:
+        return bool(value)  # packed as 0 or 1
     if kind is float:
         return inf if value is None else float(value)  # null: a deadline that never comes
     return value
@@ -237,8 +239,12 @@ def _packed(policy: Policy) -> str:
     """The values of a policy in the order of its fields; with their names they would be a third of
     a full state."""
     values = [encode(getattr(policy, name)) for name in _names(Policy)]
-    short = [int(v) if isinstance(v, float) and v.is_integer() else v for v in values]
+    short = [int(v) if _is_whole(v) else v for v in values]
     return json.dumps(short, separators=(",", ":"))[1:-1]
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, bool) or (isinstance(value, float) and value.is_integer())
 
 
 def _drop_class(body: Any) -> None:

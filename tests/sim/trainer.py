@@ -65,6 +65,7 @@ class Trainer:
         self._order: Form
         self._held_step = NOTHING_HELD
         self._skipped_batches: tuple[int, ...] = ()
+        self._began = 0.0
         self._records = RecordRing(control.around.num_kept_records)
         self._known_step = 0
         self.snapshots = Snapshots(control)
@@ -223,6 +224,7 @@ class Trainer:
         """Compute and vote; the vote is read on the host before anything is applied."""
         control, around, step = self._control, self._around, stepper.committed_step + 1
         yield from control.at("compute")
+        self._began = around.timeline.now
         compute_s = control.slowness * self._relative_share * around.draw(*around.step_s)
         yield from control.work(compute_s)
         yield from self.snapshots.wait()
@@ -277,6 +279,8 @@ class Trainer:
         now, world_size = self._around.timeline.now, self._order.assignment.layout.num_workers
         loss = None if skipped else vote.loss_sum / vote.num_tokens
         step_s = sum(self._around.step_s) / 2
+        if self._around.straggler_every:
+            step_s = now - self._began
         record = StepRecord(now, vote.step, newest, world_size, loss, 1, 0.1, 1.0, step_s, skipped)
         self._records.append(record)
         yield from self._control.at("applied")

@@ -16,19 +16,37 @@ from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Job
 from elastic.protocol.commands import Command, Pause
 from elastic.protocol.controller_state import ControllerState
-from elastic.protocol.events import ComputeTimed, WorkerDraining, WorkerReady
+from elastic.protocol.events import ComputeTimed, StepCommitted, WorkerDraining, WorkerReady
 from elastic.protocol.notes import Replaced, Warned
 from elastic.protocol.phases import Pausing, Running
+from elastic.protocol.votes import StepRecord, Vote
 from elastic.protocol.wire import decode, encode
 
 NUM_MICROBATCHES = 24
 
 
+class TimedRun(SteppedRun):
+    """Its steps take `step_s`."""
+
+    step_s = 1.0
+
+    def commit(self, num_steps: int = 1) -> None:
+        state = self.core.state
+        for _ in range(num_steps):
+            self.now += self.step_s
+            step, size = state.committed_step + 1, len(state.live.members())
+            record = StepRecord(
+                self.now, step, state.generation, size, 1.0, 8, 0.1, 1.0, self.step_s, False
+            )
+            vote = Vote(step, 8.0, 8, 1.0, size)
+            self.deliver(StepCommitted(state.generation, record, vote))
+
+
 def make_run(
     num_workers: int = 4, layout: str = "dp=4", device: str = "cpu", **policy: float
-) -> SteppedRun:
+) -> TimedRun:
     """Workers that train 24 microbatches a step; those beyond the layout are on standby."""
-    run = SteppedRun(open_run(1, num_workers, straggler_every=5, **policy))
+    run = TimedRun(open_run(1, num_workers, straggler_every=5, **policy))
     run.core.state.layouts.target = TargetLayout.parse(layout, num_workers)
     run.core.state.job = Job(NUM_MICROBATCHES, steps=100_000)
     for worker in (f"w{i}" for i in range(num_workers)):
@@ -38,34 +56,39 @@ def make_run(
     return run
 
 
-def shares_of(run: SteppedRun) -> tuple[int, ...]:
+def shares_of(run: TimedRun) -> tuple[int, ...]:
     held = run.core.state.live.held
     assert held is not None
     return held.assignment.shares
 
 
-def report(run: SteppedRun, slowness: dict[str, float], num_reports: int = 1) -> list[Command]:
-    """Deliver reports of the time that each member takes for its microbatches: a second for each,
-    but for `slowness`."""
+def report(
+    run: TimedRun, slowness: dict[str, float], num_reports: int = 1, fixed: float = 0.0
+) -> list[Command]:
+    """Deliver reports of the time that each member takes for its microbatches, a second for each,
+    and for `fixed` more, but for `slowness`. The slowest of them decides how long steps take."""
     commands: list[Command] = []
     for _ in range(num_reports):
-        run.commit(5)
         state, held = run.core.state, run.core.state.live.held
         assert held is not None
         layout = held.assignment.layout
         shares = held.assignment.shares or even_shares(NUM_MICROBATCHES, layout.num_data_ranks)
         compute_s = tuple(
-            slowness.get(worker, 1.0) * shares[layout.data_rank(world_rank)]
+            slowness.get(worker, 1.0) * (fixed + shares[layout.data_rank(world_rank)])
             for world_rank, worker in enumerate(held.assignment.members)
         )
+        run.step_s = max(compute_s) / 10
+        run.commit(5)
         commands += run.deliver(ComputeTimed(state.generation, state.committed_step, compute_s))
     return commands
 
 
-def change_shares(run: SteppedRun, slowness: dict[str, float], num_reports: int = 3) -> str:
+def change_shares(
+    run: TimedRun, slowness: dict[str, float], num_reports: int = 3, fixed: float = 0.0
+) -> str:
     """The reason for the change that the last of these reports leads to."""
-    assert not any(isinstance(c, Pause) for c in report(run, slowness, num_reports - 1))
-    *_, warned, pause = report(run, slowness)
+    assert not any(isinstance(c, Pause) for c in report(run, slowness, num_reports - 1, fixed))
+    *_, warned, pause = report(run, slowness, fixed=fixed)
     assert isinstance(warned, Warned) and warned.kind == "straggler"
     assert isinstance(pause, Pause)
     run.pause()
@@ -122,7 +145,7 @@ def test_shares_are_even_again_once_the_straggler_has_recovered() -> None:
     run = make_run()
     change_shares(run, {"w1": 3.0})
     text = change_shares(run, {}, 6)
-    assert text.startswith("no worker is a straggler any more: microbatches are dealt evenly again")
+    assert text == "no worker is a straggler any more: microbatches are dealt evenly again"
     assert shares_of(run) == ()
 
 
@@ -130,6 +153,7 @@ def test_shares_follow_a_straggler_that_becomes_slower() -> None:
     run = make_run()
     change_shares(run, {"w1": 2.5})
     assert sorted(shares_of(run)) == [3, 7, 7, 7]
+    report(run, {"w1": 2.5}, 3)
     change_shares(run, {"w1": 6.0}, 6)
     assert sorted(shares_of(run)) == [1, 7, 8, 8]
 
@@ -138,6 +162,32 @@ def test_worker_close_to_the_factor_does_not_alternate() -> None:
     run = make_run()
     change_shares(run, {"w1": 2.1})
     assert report(run, {"w1": 1.9}, 60) == []
+
+
+@pytest.mark.parametrize("fixed", [3.0, 12.0])
+def test_time_that_does_not_depend_on_the_share_is_no_slowness(fixed: float) -> None:
+    """With a smaller share the straggler's time for a microbatch is longer than it was before."""
+    run = make_run()
+    change_shares(run, {"w1": 3.0}, fixed=fixed)
+    shares = shares_of(run)
+    assert sorted(shares) == [2, 7, 7, 8]
+    assert report(run, {"w1": 3.0}, 20, fixed) == []
+    change_shares(run, {}, 6, fixed)
+    assert shares_of(run) == (), "it is as fast as the others"
+
+
+def test_shares_that_do_not_make_steps_shorter_are_given_up() -> None:
+    """Almost nothing depends on the share."""
+    run = make_run()
+    change_shares(run, {"w1": 3.0}, fixed=1000.0)
+    text = change_shares(run, {"w1": 3.0}, fixed=1000.0)
+    assert text == (
+        "shares by speed have not made steps shorter: microbatches are dealt evenly again"
+    )
+    assert shares_of(run) == ()
+    change_shares(run, {"w1": 3.0}, 12, fixed=1000.0)
+    change_shares(run, {"w1": 3.0}, 3, fixed=1000.0)
+    change_shares(run, {"w1": 3.0}, 48, fixed=1000.0)
 
 
 def test_changes_are_made_ever_more_rarely_unless_they_last() -> None:
@@ -215,6 +265,7 @@ def test_times_of_gpus_do_not_depend_on_the_share() -> None:
     def report_products(num_reports: int) -> list[Command]:
         commands: list[Command] = []
         for _ in range(num_reports):
+            run.step_s = 0.8 if shares_of(run) else 1.8
             run.commit(5)
             times = tuple(3.0 if w == "w1" else 1.0 for w in state.live.members())
             event = ComputeTimed(state.generation, state.committed_step, times)
@@ -232,7 +283,7 @@ def test_times_of_gpus_do_not_depend_on_the_share() -> None:
 def test_restarted_controller_plans_the_same_shares(num_before: int) -> None:
     run = make_run()
     report(run, {"w1": 3.0}, num_before)
-    restarted = SteppedRun(Core(decode(ControllerState, encode(run.core.state))))
+    restarted = TimedRun(Core(decode(ControllerState, encode(run.core.state))))
     restarted.now = run.now
     change_shares(restarted, {"w1": 3.0}, 3 - num_before)
     change_shares(run, {"w1": 3.0}, 3 - num_before)
