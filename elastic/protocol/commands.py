@@ -61,7 +61,7 @@ class StartSnapshots:
     reason: str = ""
     """Why the requested redundancy is not possible in full; empty if it is."""
     every: int = 0
-    """Steps between two snapshots, with `snapshot.every=auto`; 0: as the worker's options say."""
+    """Steps between two snapshots, as their cost requires; 0: as the worker's options say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +74,12 @@ class QuerySnapshotServers:
 
 @dataclass(frozen=True, slots=True)
 class ForgetSnapshots:
-    """Free all snapshots that were taken before this generation."""
+    """Free all snapshots that were taken before this generation, except those of another."""
 
     generation: int
     nodes: tuple[str, ...]
+    kept_generation: int = 0
+    """0: none is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -275,7 +277,7 @@ class RolledBack:
 @dataclass(frozen=True, slots=True)
 class Warned:
     """A warning to the user: `kind` is `skipped`, `spike`, `audit`, `notice`, `machine`,
-    `health`, `straggler` or `checkpoint`."""
+    `health`, `straggler`, `checkpoint` or `snapshot`."""
 
     generation: int
     step: int
