@@ -120,8 +120,8 @@ class ProcessFleet:
     def query_snapshot_servers(self, nodes: Sequence[str], generation: int) -> None:
         self._inform_snapshot_servers(nodes, (True, generation))
 
-    def forget_snapshots(self, nodes: Sequence[str], generation: int) -> None:
-        self._inform_snapshot_servers(nodes, (False, generation))
+    def forget_snapshots(self, nodes: Sequence[str], generation: int, kept_generation: int) -> None:
+        self._inform_snapshot_servers(nodes, (False, generation, kept_generation))
 
     def stop_worker(self, worker: str) -> None:
         if worker in self._waiting:
@@ -176,7 +176,7 @@ class ProcessFleet:
         self._wake_reader.close()
         self._woken.close()
 
-    def _inform_snapshot_servers(self, nodes: Sequence[str], message: tuple[bool, int]) -> None:
+    def _inform_snapshot_servers(self, nodes: Sequence[str], message: tuple[int, ...]) -> None:
         for node in nodes:
             with self._lock:
                 child = self._snapshot_servers.get(node)

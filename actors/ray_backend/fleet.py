@@ -166,8 +166,8 @@ class RayFleet:
     def query_snapshot_servers(self, nodes: Sequence[str], generation: int) -> None:
         self._servers.query(nodes, generation)
 
-    def forget_snapshots(self, nodes: Sequence[str], generation: int) -> None:
-        self._servers.forget(nodes, generation)
+    def forget_snapshots(self, nodes: Sequence[str], generation: int, kept_generation: int) -> None:
+        self._servers.forget(nodes, generation, kept_generation)
 
     def stop_worker(self, worker: str) -> None:
         if self._starts.cancel(worker):

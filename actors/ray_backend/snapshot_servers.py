@@ -55,8 +55,8 @@ class RaySnapshotServer(DetachedActor):
     def report(self, generation: int) -> SnapshotServerReported:
         return self._server.report(generation)
 
-    def forget(self, generation: int) -> None:
-        self._server.forget(generation)
+    def forget(self, generation: int, kept_generation: int) -> None:
+        self._server.forget(generation, kept_generation)
 
 
 class SnapshotServers:
@@ -100,9 +100,9 @@ class SnapshotServers:
         for server in self._on(nodes):
             _when_done(server.report.remote(generation), self._post_report)
 
-    def forget(self, nodes: Sequence[str], generation: int) -> None:
+    def forget(self, nodes: Sequence[str], generation: int, kept_generation: int) -> None:
         for server in self._on(nodes):
-            server.forget.remote(generation)
+            server.forget.remote(generation, kept_generation)
 
     def probe(self, node: str) -> Future[None] | None:
         """The answer to a probe; None if the node has no active snapshot server."""

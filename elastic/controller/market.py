@@ -169,7 +169,7 @@ def _full_step_s(state: ControllerState) -> float:
     num_model_ranks = state.layouts.target.num_model_ranks
     numbers = [layout.num_workers, state.policy.max_workers]
     now, full = (-(-num_microbatches // max(1, number // num_model_ranks)) for number in numbers)
-    return state.steps.median_s() * full / now
+    return state.steps.measured.median_s() * full / now
 
 
 def _leave_on_demand(state: ControllerState, progress: Progress) -> list[Command]:

@@ -94,7 +94,7 @@ def plan_shares(
 def _are_useless(state: ControllerState) -> bool:
     """Whether steps are about as long as before with the same members and even shares."""
     assert state.live.held is not None
-    step_s, dealing = state.steps.median_s(), state.stragglers.dealing
+    step_s, dealing = state.steps.measured.median_s(), state.stragglers.dealing
     is_measured = bool(state.live.held.assignment.shares and step_s and dealing.step_s)
     return is_measured and step_s > (1 - LEAST_GAIN) * dealing.step_s
 
@@ -123,7 +123,7 @@ def sizes_of(assignment: Assignment, num_microbatches: int) -> tuple[int, ...]:
 def _step_s_before(state: ControllerState) -> float:
     """The median time of a step now; shares that replace others need not gain against these."""
     assert state.live.held is not None
-    return 0.0 if state.live.held.assignment.shares else state.steps.median_s()
+    return 0.0 if state.live.held.assignment.shares else state.steps.measured.median_s()
 
 
 def _better_shares(

@@ -135,29 +135,38 @@ def stop_querying(state: ControllerState, now: float) -> None:
 def _are_reports_sufficient(state: ControllerState) -> bool:
     """Whether the reported snapshots restore a state as recent as snapshots promise."""
     source = choose_source(state)
-    every = _auto_every(state) or state.policy.snapshot_every
-    return source.kind == "snapshot" and state.committed_step - source.step <= every
+    is_recent = state.committed_step - source.step <= _every(state)
+    return source.kind == "snapshot" and is_recent
 
 
-def _auto_every(state: ControllerState) -> int:
-    """The steps between snapshots with `snapshot.every=auto`, else 0."""
-    return state.snapshots.auto_every if state.policy.snapshot_every == AUTO_EVERY else 0
+def _every(state: ControllerState) -> int:
+    """The steps between snapshots."""
+    is_auto = state.policy.snapshot_every == AUTO_EVERY
+    return state.snapshots.every or (1 if is_auto else state.policy.snapshot_every)
 
 
 def _on_timed(state: ControllerState, event: SnapshotTimed) -> list[Command]:
-    """Change the interval of `snapshot.every=auto` if the costliest worker calls for it."""
+    """Change the interval if the costliest worker calls for it."""
     snapshots = state.snapshots
     is_current = event.generation == state.generation and isinstance(state.phase, Running)
     nodes = {node for copies in snapshots.placement.copies.values() for node in copies}
-    if not _auto_every(state) or not is_current or not nodes <= snapshots.servers.keys():
+    if not nodes or not is_current or not nodes <= snapshots.servers.keys():
         return []  # after the next `StartSnapshots` it is reported again
-    snapshots.shares[event.worker] = event.share
-    every = interval_for(max(snapshots.shares.values()), snapshots.auto_every)
-    if every == snapshots.auto_every or not nodes:
+    snapshots.costs[event.worker] = (event.share, event.num_steps)
+    former, setting = _every(state), state.policy.snapshot_every
+    every = max(interval_for(s, former, n, setting) for s, n in snapshots.costs.values())
+    if every == former:
         return []
-    snapshots.auto_every = every
+    snapshots.every = every
     snapshots.num_set_changes += 1
-    return [_order_to(state, snapshots.placement)]
+    commands: list[Command] = []
+    if setting != AUTO_EVERY and every > former:
+        text = (
+            f"a snapshot of {event.worker} takes {event.num_steps:.1f} steps: snapshots are taken "
+            f"every {every} steps, not every {setting} as snapshot.every says"
+        )
+        commands.append(Warned(state.generation, state.committed_step, "snapshot", text))
+    return [*commands, _order_to(state, snapshots.placement)]
 
 
 def has_snapshots(state: ControllerState) -> bool:
@@ -187,7 +196,7 @@ def begin_snapshot_set(state: ControllerState, now: float) -> None:
     state.snapshots.are_queried = False
     if state.policy.snapshot_every and state.live.held:
         state.snapshots.sets.append(SnapshotSet(state.live.held.assignment))
-        state.snapshots.shares.clear()
+        state.snapshots.costs.clear()
         state.snapshots.wanted, state.snapshots.placement_at, state.snapshots.num_losses = (
             None,
             now,
@@ -198,10 +207,12 @@ def begin_snapshot_set(state: ControllerState, now: float) -> None:
 def drop_older(state: ControllerState) -> list[Command]:
     """Free the snapshots of earlier generations once those of this generation are whole, or none is
     needed. Also stop snapshot servers on nodes without workers."""
+    if state.snapshots.sets and has_snapshots(state):
+        state.snapshots.sets[-1].was_whole = True
     if len(state.snapshots.sets) < 2 or state.snapshots.wanted is None:
         return []
     if state.snapshots.wanted and not has_snapshots(state):
-        return []
+        return _drop_incomplete(state)
     state.snapshots.sets = state.snapshots.sets[-1:]
     if not state.snapshots.servers:
         return []
@@ -213,6 +224,20 @@ def drop_older(state: ControllerState) -> list[Command]:
         forget,
         *(StopSnapshotServer(node, "no worker trains on its node any more") for node in unused),
     ]
+
+
+def _drop_incomplete(state: ControllerState) -> list[Command]:
+    """Free the snapshots of earlier generations that were never whole. Otherwise generations that
+    end early would fill the memory of the servers."""
+    *earlier, current = state.snapshots.sets
+    whole = [snapshot_set for snapshot_set in earlier if snapshot_set.was_whole][-1:]
+    if len(whole) == len(earlier):
+        return []
+    state.snapshots.sets = [*whole, current]
+    kept_generation = whole[0].assignment.generation if whole else 0
+    nodes = tuple(sorted(state.snapshots.servers))
+    forget = ForgetSnapshots(current.assignment.generation, nodes, kept_generation)
+    return [forget] if nodes else []
 
 
 def placement_deadline(state: ControllerState) -> float:
@@ -318,6 +343,7 @@ def _order_to(state: ControllerState, placement: Placement) -> StartSnapshots:
     )
     reason = shortfall(placement, num_chunks_of(state.policy.snapshot_redundancy))
     sets, num_changes = placement.sets, state.snapshots.num_set_changes
+    every = _every(state)
     return StartSnapshots(
         state.generation,
         members,
@@ -325,5 +351,5 @@ def _order_to(state: ControllerState, placement: Placement) -> StartSnapshots:
         sets,
         num_changes,
         reason,
-        _auto_every(state),
+        0 if every == state.policy.snapshot_every else every,
     )

@@ -63,7 +63,7 @@ class StartSnapshots:
     reason: str = ""
     """Why the requested redundancy is not possible in full; empty if it is."""
     every: int = 0
-    """Steps between two snapshots, with `snapshot.every=auto`; 0: as the worker's options say."""
+    """Steps between two snapshots, as their cost requires; 0: as the worker's options say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +76,12 @@ class QuerySnapshotServers:
 
 @dataclass(frozen=True, slots=True)
 class ForgetSnapshots:
-    """Free all snapshots that were taken before this generation."""
+    """Free all snapshots that were taken before this generation, except those of another."""
 
     generation: int
     nodes: tuple[str, ...]
+    kept_generation: int = 0
+    """0: none is kept."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -156,6 +156,8 @@ class SnapshotSet:
     """None while steps are still committed under the assignment."""
     is_used: bool = False
     """Whether the members have been ordered to take any."""
+    was_whole: bool = False
+    """Whether a vote has said that all of them are complete."""
 
 
 @dataclass(slots=True)

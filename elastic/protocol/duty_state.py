@@ -282,11 +282,11 @@ class SnapshotDuty(Duty):
     placement: Placement = field(default_factory=Placement)
     """Where the members send their snapshots."""
     num_set_changes: int = 0
-    """How often the parity sets or `auto_every` have changed in this generation."""
-    auto_every: int = 1
-    """The steps between snapshots with `snapshot.every=auto`; kept when a generation ends."""
-    shares: dict[str, float] = field(default_factory=dict)
-    """By worker, the `share` of its newest `SnapshotTimed`."""
+    """How often the parity sets or `every` have changed in this generation."""
+    every: int = 0
+    """The steps between snapshots, if their cost has changed them; kept when a generation ends."""
+    costs: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """By worker, `share` and `num_steps` of its newest `SnapshotTimed`."""
     placement_at: float | None = None
     """When to compute the placement again, if at all."""
     wanted: set[str] | None = None

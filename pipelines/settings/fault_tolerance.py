@@ -70,8 +70,9 @@ class SnapshotSettings(Settings):
     every: NonNegativeInt | Literal["auto"] = setting(
         1,
         "At each multiple of this many steps a worker copies state that no other worker holds to "
-        "a snapshot server in host memory; 0: never. With `auto` the number is the least power of "
-        "two, up to 1024, for which this is measured to add at most 1 % to the training time.",
+        "a snapshot server in host memory; 0: never. It is doubled, with a warning, while a copy "
+        "takes longer. With `auto` the number is the least power of two, up to 1024, for which "
+        "this is measured to add at most 1 % to the training time.",
     )
     redundancy: str = setting(
         "copy",

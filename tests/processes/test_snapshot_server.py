@@ -17,7 +17,7 @@ import torch
 
 from actors.runtime.handshake import connect_remote, new_secret
 from actors.snapshots.memory_layout import read_snapshot
-from actors.snapshots.messages import send_message
+from actors.snapshots.messages import receive_message, send_message
 from actors.snapshots.server import SnapshotServerProcess, host_snapshot_server
 from actors.snapshots.worker_snapshots import Snapshots
 from elastic.geometry.assignment import Assignment
@@ -248,6 +248,24 @@ def test_newer_of_two_writers_to_a_buffer_wins() -> None:
             stuck.sendall(body)
     assert [slot.step for slot in server.report(3).slots] == [6]
     stuck.close()
+
+
+def test_servers_forget_earlier_generations_but_the_one_to_keep() -> None:
+    server = SnapshotServerProcess("there", "", HOST, SECRET)
+    address = (server.snapshot_server.host, server.snapshot_server.port)
+    for generation in (3, 4, 5, 6):
+        with connect_remote(address, SECRET, 30.0) as sender:
+            header = {"worker": "w0", "generation": generation, "kept_step": -2}
+            send_message(sender, do="put", **header, step=7, num_bytes=100)
+            sender.sendall(b"x" * 100)
+            send_message(sender, step=7)
+            assert receive_message(sender) == {"is_whole": True}
+    full_bytes = server.report(6).memory_bytes
+    server.forget(6, 4)
+    assert [slot.generation for slot in server.report(6).slots] == [4, 6]
+    assert server.report(6).memory_bytes == full_bytes / 2
+    server.forget(6)
+    assert [slot.generation for slot in server.report(6).slots] == [6]
 
 
 def test_snapshot_overwritten_while_sent_is_discarded() -> None:

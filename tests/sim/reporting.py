@@ -72,7 +72,7 @@ def _of_command(command: Command) -> str:  # noqa: C901 (one flat case a command
         case StartSnapshots():
             return _of_start_snapshots(command)
         case QuerySnapshotServers() | ForgetSnapshots():
-            return f"g{command.generation} {_names(command.nodes)}"
+            return _of_snapshot_servers(command)
         case StopSnapshotServer():
             return f"{command.node}: {command.cause}"
         case StopWorker():
@@ -166,6 +166,13 @@ def _of_saving(
         case PublishCheckpoint():
             files = _names(file.name for file in command.files)
             return f"step {command.step} g{command.generation} {files}"
+
+
+def _of_snapshot_servers(command: QuerySnapshotServers | ForgetSnapshots) -> str:
+    text = f"g{command.generation} {_names(command.nodes)}"
+    if isinstance(command, ForgetSnapshots) and command.kept_generation:
+        return f"{text}, not g{command.kept_generation}"
+    return text
 
 
 def _of_start_snapshots(command: StartSnapshots) -> str:

@@ -131,6 +131,7 @@ class World:
             step_s=scenario.step_s,
             unwind_s=scenario.unwind_s,
             form_s=scenario.form_s,
+            snapshot_s=scenario.snapshot_s,
             num_kept_events=scenario.num_kept_events,
             num_kept_records=scenario.num_kept_records,
             num_sent_records=scenario.num_sent_records,

@@ -23,6 +23,7 @@ COLOURS = {
     "not finite": "yellow",
     "nothing counted": "yellow",
     "controller error": "red",
+    "snapshot": "yellow",
     "spike": "yellow",
     "left": "yellow",
     "worker draining": "yellow",
