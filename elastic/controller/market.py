@@ -163,7 +163,7 @@ def _progress(state: ControllerState, now: float) -> Progress | None:
 
 def _full_step_s(state: ControllerState) -> float:
     """The time of a step with all workers, by the microbatches of a data rank; 0 if not known."""
-    layout, num_microbatches = state.steps.timed_layout, state.job.num_microbatches
+    layout, num_microbatches = state.steps.measured.layout, state.job.num_microbatches
     if layout is None:
         return 0.0
     num_model_ranks = state.layouts.target.num_model_ranks

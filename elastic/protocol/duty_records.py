@@ -185,6 +185,10 @@ class Upload:
     deadline: float = 0.0
     """When the missing parts count as late: see `CheckpointDuty.late_writers`."""
     files: dict[str, PartFile] = field(default_factory=dict)
+    written_s: float = 0.0
+    """How long the newest of the written parts took."""
+    num_files_when_late: int = 0
+    """How many were written when the others last counted as late."""
     is_published: bool = False
 
 

@@ -317,6 +317,9 @@ class CheckpointDuty(Duty):
     uploads: dict[str, Upload] = field(default_factory=dict)
     stale: list[tuple[int, int]] = field(default_factory=list)
     """Step and generation of useless checkpoints in storage: voided, or never to be complete."""
+    unfinished: dict[str, set[str]] = field(default_factory=dict)
+    """By `upload_key`, of those never to be complete: the workers that may still write their part,
+    after which the files are removed again."""
     voided: tuple[VoidedCheckpoints, ...] = ()
     held_out_losses: dict[str, float] = field(default_factory=dict)
     """By step, as far as needed to choose the best checkpoint."""

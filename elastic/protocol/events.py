@@ -307,7 +307,7 @@ class PartWritten:
     step: int
     file: PartFile
     others: tuple[tuple[str, PartFile], ...] = ()
-    """Other workers and their parts of the same step, which the controller had received, too."""
+    """Further files of a large part, and other workers' parts of the step that came with it."""
 
     @property
     def parts(self) -> tuple[tuple[str, PartFile], ...]:

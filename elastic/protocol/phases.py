@@ -128,6 +128,8 @@ class Saving:
     generation: int
     deadline: float
     retry_at: float | None = None
+    is_extended: bool = False
+    """Whether the deadline was moved once because only the publication was missing."""
 
 
 @dataclass(slots=True)

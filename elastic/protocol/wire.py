@@ -85,6 +85,9 @@ def _encode_record(value: Any, kind: type, is_sparse: bool) -> dict[str, Any]:
             body[name] = encode(item, is_sparse)
             if _names_one_record(hints[name]):
                 _drop_class(body[name])
+            elif _holds_one_record(hints[name]):
+                for part in body[name].values() if isinstance(item, dict) else body[name]:
+                    _drop_class(part)
     return body
 
 
@@ -298,6 +301,16 @@ def _names_one_record(hint: Any) -> bool:
     kinds = [kind for kind in get_args(hint) if kind is not type(None)]
     is_union = get_origin(hint) in (Union, types.UnionType)
     return _is_record(hint) or (is_union and len(kinds) == 1 and _is_record(kinds[0]))
+
+
+@cache
+def _holds_one_record(hint: Any) -> bool:
+    """Whether the items of a list or tuple with this hint, or the values of a dict, are of one
+    dataclass."""
+    parameters = [part for part in get_args(hint) if part is not Ellipsis]
+    is_container = get_origin(hint) in (list, tuple, dict)
+    is_uniform = get_origin(hint) is not tuple or len(parameters) == 1
+    return is_container and is_uniform and _names_one_record(parameters[-1])
 
 
 @cache

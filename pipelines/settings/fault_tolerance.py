@@ -43,7 +43,9 @@ class CheckpointSettings(Settings):
         1, "The number of checkpoints with the lowest held-out loss to keep as well."
     )
     save_timeout_s: Seconds = setting(
-        300.0, "How long the last checkpoint may take, all attempts included."
+        300.0,
+        "How long the last checkpoint may take, all attempts included, and how long a part may "
+        "take before it counts as late; four times the longest recent write if that is more.",
     )
     save_backoff_s: Seconds = setting(
         5.0,
