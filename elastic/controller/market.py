@@ -3,8 +3,9 @@
 With `market.use=fallback` workers are requested on spot machines. If a request stays pending for
 `on_demand_after_s`, spot counts as short for `retry_spot_after_s`: pending requests are withdrawn
 and made again on demand, and so are those for workers lost meanwhile. If no on-demand machine comes
-either, spot is requested again. Each change without a machine doubles the patience with the next
-request, up to `LONGEST_S`; so does each refusal of spot the time until the next attempt.
+either, spot is requested again. Each change without a machine lengthens the patience with the next
+request, up to `LONGEST_S`, in case machines start more slowly than the user expects. Each refusal
+of spot doubles the time until the next attempt.
 
 Then the run tries to exchange its on-demand workers, if that pays. It requests as many spot workers
 beyond its wanted number. Once they are warm, on-demand workers drain in their favour at a step
@@ -88,16 +89,19 @@ def market_deadline(state: ControllerState) -> float:
     market, draining = state.market, state.membership.draining
     if state.policy.market_use != FALLBACK or state.ending:
         return inf
-    pending = [since for worker, since in market.pending.items() if worker not in draining]
-    times = [min(pending, default=inf) + _patience_s(state), market.short_until or inf]
-    progress = _progress(state, market.opened_at)
-    if progress is not None:
-        if not market.is_behind:  # then the requests may stay pending
-            times = [market.opened_at + progress.behind_after_s() + ROUNDING_S]
-        if market.has_slack:
-            times.append(market.opened_at + progress.slack_until_s() + ROUNDING_S)
-    if _may_exchange(state):
-        times.append(_swap_deadline(state) if market.extra else market.exchange_at or inf)
+    times, progress = [market.short_until or inf], _progress(state, market.opened_at)
+    if progress is not None and not market.is_behind:
+        times.append(market.opened_at + progress.behind_after_s() + ROUNDING_S)
+    if progress is not None and market.has_slack:
+        times.append(market.opened_at + progress.slack_until_s() + ROUNDING_S)
+    if market.has_slack and (progress is None or market.is_behind):
+        times += [
+            since + _patience_s(state, state.membership.records[worker].market)
+            for worker, since in market.pending.items()
+            if worker not in draining
+        ]
+        if _may_exchange(state):
+            times.append(_swap_deadline(state) if market.extra else market.exchange_at or inf)
     return min(times)
 
 
@@ -140,9 +144,12 @@ def _by_progress(state: ControllerState) -> list[str]:
     return sorted(market.extra, key=lambda w: (w in market.pending, w not in warm, w))
 
 
-def _patience_s(state: ControllerState) -> float:
-    first_s = state.policy.on_demand_after_s
-    return backoff_s(first_s, state.market.num_changes + 1, max(first_s, LONGEST_S))
+def _patience_s(state: ControllerState, kind: str) -> float:
+    """How long a request may be pending. The patience with on demand grows more slowly: a run that
+    gets neither waits for spot most of the time, which is cheaper and comes again more often."""
+    first_s, num_changes = state.policy.on_demand_after_s, state.market.num_changes
+    num_doublings = num_changes // 2 if kind == ON_DEMAND else num_changes
+    return backoff_s(first_s, num_doublings + 1, max(first_s, LONGEST_S))
 
 
 def _progress(state: ControllerState, now: float) -> Progress | None:
@@ -194,7 +201,6 @@ def _leave_on_demand(state: ControllerState, progress: Progress) -> list[Command
 def _fall_back(state: ControllerState, now: float, progress: Progress | None) -> list[Command]:
     """Withdraw the requests of a market that has none for too long, for the sake of the other."""
     market, policy = state.market, state.policy
-    patience_s = _patience_s(state)
     if progress is not None and progress.has_no_slack:
         spot = [w for w in market.pending if state.membership.records[w].market == SPOT]
         cause = "no slack is left until the time by which the run is to be done"
@@ -205,14 +211,13 @@ def _fall_back(state: ControllerState, now: float, progress: Progress | None) ->
         retry_s = policy.retry_spot_after_s
         retry_s = backoff_s(retry_s, market.num_refusals, max(retry_s, LONGEST_S))
         market.short_until = market.exchange_at = now + retry_s
-        return _replace(state, ON_DEMAND, spot, f"no spot machine came for {patience_s:g} s")
+        cause = f"no spot machine came for {_patience_s(state, SPOT):g} s"
+        return _replace(state, ON_DEMAND, spot, cause)
     on_demand = _refused(state, now, ON_DEMAND)
     if on_demand:
         market.short_until = None
-        cause = (
-            f"no on-demand machine came for {patience_s:g} s (a node type needs the label "
-            f"{LABEL}: on-demand)"
-        )
+        hint = f"(a node type needs the label {LABEL}: on-demand)"
+        cause = f"no on-demand machine came for {_patience_s(state, ON_DEMAND):g} s {hint}"
         return _replace(state, SPOT, on_demand, cause)
     return []
 
@@ -226,7 +231,7 @@ def _refused(state: ControllerState, now: float, kind: str) -> list[str]:
         if records[worker].market == kind and worker not in draining
     ]
     first = min((state.market.pending[worker] for worker in pending), default=inf)
-    return pending if now >= first + _patience_s(state) else []
+    return pending if now >= first + _patience_s(state, kind) else []
 
 
 def _replace(

@@ -179,7 +179,7 @@ def test_refused_spot_machines_are_replaced_on_demand_and_come_back(tmp_path: Pa
     run = run_of_storage(tmp_path)
     capacity_file = tmp_path / "come"
     autoscaling_config = partial(autoscaling, lacking={"l4-spot": str(capacity_file)})
-    market = ("use=fallback", "on_demand_after_s=20", "retry_spot_after_s=30")
+    market = ("use=fallback", "on_demand_after_s=60", "retry_spot_after_s=60")
     changes = [f"market.{change}" for change in market]
     with start_head(0, autoscaling=autoscaling_config, **ENVIRONMENT) as cluster:
         cluster.submit("grows", None, *train_command(tmp_path, "2:3", 100_000, *changes))
@@ -193,7 +193,7 @@ def test_refused_spot_machines_are_replaced_on_demand_and_come_back(tmp_path: Pa
         wait_for(lambda: run.lines("Stopped"), "the end")
     first, *_ = run.lines("MarketChosen")
     assert (first["market"], first["num_workers"]) == ("on-demand", 3)
-    assert first["cause"] == "no spot machine came for 20 s"
+    assert first["cause"] == "no spot machine came for 60 s"
     assert not run.lines("Abort") and not run.lines("RolledBack") and not run.lines("Warned")
     assert_one_lineage(run)
 
