@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
+from functools import lru_cache, partial
 from itertools import accumulate
 from typing import Any
 
@@ -13,7 +13,8 @@ import pyarrow.parquet as pq
 
 from actors.storage.remote_files import RemoteFile
 from pipelines.data.cache import LocalCopies
-from pipelines.data.source_files import Named, SourceFile, named_files
+from pipelines.data.cache.shared_indexes import INDEXES, IndexEntry, digest_of
+from pipelines.data.source_files import Named, SourceFile, named_files, place_of, state_of
 from pipelines.errors import UserError
 from pipelines.reading.concatenated import Concatenated
 from pipelines.settings import CacheSettings
@@ -45,6 +46,7 @@ class ArrowDataset(Concatenated):
         self.columns = list(columns) if columns is not None else None
         self.cache = cache or CacheSettings()
         self.files = named_files(path, SUFFIXES)
+        self._name = f"rows {path}"
         self._open()
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -56,21 +58,29 @@ class ArrowDataset(Concatenated):
     def _open(self) -> None:
         self._table = lru_cache(NUM_GROUPS_KEPT)(self._read)
         self._copies = LocalCopies(self.cache)
-        self._groups = [group for file in self.files for group in self._groups_of(file)]
+        counts = [self._counts_of(file) for file in self.files]
+        INDEXES.note(self._name, [_entry(*pair) for pair in zip(self.files, counts, strict=True)])
+        self._groups = [
+            (file, group, num_rows)
+            for file, groups in zip(self.files, counts, strict=True)
+            for group, num_rows in enumerate(groups)
+        ]
         self._ends = list(accumulate(num_rows for _, _, num_rows in self._groups))
         if not self._ends or not self._ends[-1]:
             raise UserError(f"{self.files[0]}: has no rows")
 
-    def _groups_of(self, file: SourceFile) -> list[tuple[SourceFile, int, int]]:
-        """The row groups of a file: (file, index of the group, number of rows)."""
+    def _counts_of(self, file: SourceFile) -> list[int]:
+        """The number of rows of each row group of a file, as counted where the run was started."""
+        if (kept := INDEXES.find(self._name, _identity(file), self._copies)) is not None:
+            counts: list[int] = np.frombuffer(kept, "<i8").tolist()
+            return counts
         try:
             if file.suffix == ".arrow":
-                return [(file, 0, self._read(file, 0).num_rows)]
+                return [self._read(file, 0).num_rows]
             metadata = _metadata(file)
         except (pa.ArrowException, OSError) as error:
             raise UserError(f"{file}: cannot be read ({error})") from None
-        numbers = range(metadata.num_row_groups)
-        return [(file, group, metadata.row_group(group).num_rows) for group in numbers]
+        return [metadata.row_group(group).num_rows for group in range(metadata.num_row_groups)]
 
     def _read(self, file: SourceFile, group: int) -> pa.Table:
         path = self._copies.path_of(file) if isinstance(file, RemoteFile) else file
@@ -86,6 +96,15 @@ class ArrowDataset(Concatenated):
             except pa.ArrowInvalid:  # Hugging Face's `datasets` write streams
                 table = pa.ipc.open_stream(source).read_all()
         return table.select(self.columns) if self.columns is not None else table
+
+
+def _identity(file: SourceFile) -> str:
+    return f"{place_of(file)} {state_of(file)}"
+
+
+def _entry(file: SourceFile, counts: list[int]) -> IndexEntry:
+    content = np.array(counts, "<i8").tobytes()
+    return IndexEntry(str(file), _identity(file), lambda: content, partial(digest_of, [content]))
 
 
 def _metadata(file: SourceFile) -> pq.FileMetaData:

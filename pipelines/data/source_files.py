@@ -50,6 +50,19 @@ def named_files(named: Named, suffixes: Sequence[str]) -> list[SourceFile]:
     return files
 
 
+def place_of(file: SourceFile) -> str:
+    """The path or the URL of a file."""
+    return file.url if isinstance(file, RemoteFile) else str(file)
+
+
+def state_of(file: SourceFile) -> tuple[object, ...]:
+    """What changes with the content of a file. Raises `OSError`."""
+    if isinstance(file, RemoteFile):
+        return file.num_bytes, file.version
+    status = file.stat()
+    return status.st_size, status.st_mtime_ns
+
+
 def expand_braces(text: str) -> list[str]:
     """The names that a text with braces stands for, as in a shell. Raises `UserError`."""
     names = [text]

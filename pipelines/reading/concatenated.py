@@ -10,7 +10,8 @@ class Concatenated:
     """A map-style dataset of parts, such as files, one behind the other.
 
     A subclass sets `_ends` in `_open`: for each part the number of samples up to its end. Another
-    process gets all attributes but the `opened` ones, which `_open` makes there.
+    process gets all attributes but the `opened` ones, which `_open` makes there when one is first
+    used: when a worker's process unpickles the dataset, it does not know its run yet.
     """
 
     opened: ClassVar[tuple[str, ...]]
@@ -35,4 +36,9 @@ class Concatenated:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         vars(self).update(state)
+
+    def __getattr__(self, name: str) -> Any:
+        if name not in type(self).opened:
+            raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
         self._open()
+        return vars(self)[name]

@@ -28,6 +28,7 @@ from elastic.protocol.events import RunOpened
 from elastic.protocol.policy import Policy
 from pipelines.callbacks.callback_thread import NamedCallback
 from pipelines.callbacks.loading import CallbackLike, load_callbacks
+from pipelines.data.cache.shared_indexes import INDEX_FOLDER, INDEXES
 from pipelines.data.opening import RANDOM, prepared_folder
 from pipelines.data.packing import prepare_chats
 from pipelines.errors import LayoutRefused, UserError
@@ -71,6 +72,9 @@ from pipelines.settings.overrides import Given, differing_training_settings, fir
 from pipelines.settings.recipe import Recipe
 from pipelines.settings.script_file import refuse_in_file, shipped
 from pipelines.settings.user_code import user_code_errors
+
+STREAM = "stream"
+"""The folder of a run for the positions of streams and the indexes of data."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +155,7 @@ def make_plan(request: TrainRequest, num_gpus: int, on_cluster: bool = False) ->
     options = worker_options(folder.url, settings, faults, request.profile)
     refuse_unusable(folder)
     data_cache = request.data_cache or named_storage(request.storage).at("data").url
-    factory = _program(settings, custom, data_cache, folder.files.at("stream").url)
+    factory = _program(settings, custom, data_cache, folder.files.at(STREAM).url)
     named = user_code_errors(f"recipe {name_of(request.recipe)}")
     with named if custom is not None else nullcontext():
         program = TrainingProgram(**{**factory.kwargs, "device": "cpu"})
@@ -379,9 +383,13 @@ def _stored_settings(folder: RunFolder, stored: dict[str, Any]) -> TrainSettings
 
 
 def store_recipe(plan: RunPlan) -> None:
-    """Make the run's folder and write `recipe.json`. Raises `UserError`."""
+    """Make the run's folder, write `recipe.json` and publish the indexes of the data.
+
+    Raises `UserError`.
+    """
     folder = plan.folder
     try:
         folder.files.write(RECIPE, json.dumps(plan.recipe, indent=1).encode())
     except OSError as error:
         raise unwritable(folder, error.strerror or str(error)) from None
+    INDEXES.publish(f"{folder.files.at(STREAM).url}/{INDEX_FOLDER}")

@@ -16,7 +16,7 @@ from actors.runtime.program import DeviceFigures, Groups, Interrupt, Waits, Writ
 from actors.storage.storage import Storage
 from elastic.geometry.regions import Region
 from elastic.geometry.tensor_specs import TensorSpec
-from pipelines.data.cache.shared_indexes import INDEXES
+from pipelines.data.cache.shared_indexes import INDEX_FOLDER, INDEXES
 from pipelines.data.packing import PackedChats
 from pipelines.data.prepared import open_prepared
 from pipelines.data.windows import Samples
@@ -59,7 +59,7 @@ class TrainingProgram:
     prepared data, None for synthetic data. `device` is by default the GPU if there is one.
     `recipe` is a custom recipe, a custom training loop, the file of either, or its name
     (`path/to/file.py:function`); the recipe's own settings are ignored. `positions` is the folder
-    or URL in which a stream of samples notes its positions, and tar files at URLs their indexes.
+    or URL in which a stream of samples notes its positions, and which has the indexes of data.
     Raises `UserError` for unusable data or an unusable pretrained model.
     """
 
@@ -72,7 +72,7 @@ class TrainingProgram:
         positions: str | None = None,
     ) -> None:
         self.settings = TrainSettings.model_validate(settings)
-        INDEXES.use(f"{positions}/indexes" if positions else None)
+        INDEXES.use(f"{positions}/{INDEX_FOLDER}" if positions else None)
         self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         self.steps = self.settings.steps
         self.eval_every = self.settings.eval_every
@@ -131,7 +131,7 @@ class TrainingProgram:
         result; see `pipelines.training.replica.warm_up`. Raises `UnsuitableMachine`."""
         self.workload.reach()
         if isinstance(self.workload, CustomWorkload):
-            INDEXES.publish()
+            INDEXES.refuse_other()
             self.workload.start_readers()
         warm_up(self.workload, self.settings, self.device, self._replica, self._counter)
         if self.loop is not None:

@@ -8,6 +8,7 @@ import pickle
 import sys
 import tarfile
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -26,8 +27,9 @@ from pipelines.data.cache.shard_cache import ROOM
 from pipelines.data.cache.shared_indexes import INDEXES
 from pipelines.data.source_files import expand_braces
 from pipelines.errors import UserError
+from pipelines.run.plan import TrainRequest, make_plan, store_recipe
 from pipelines.run.program import TrainingProgram
-from pipelines.settings import CacheSettings, CustomModelSettings, TrainSettings
+from pipelines.settings import CacheSettings, TrainSettings
 from pipelines.settings.recipe import Recipe
 
 
@@ -280,33 +282,32 @@ def run_folder(tmp_path: Path) -> Iterator[Path]:
     INDEXES.use(None)
 
 
-def test_worker_publishes_indexes_so_that_another_machine_need_not_copy_all_files(
+def test_start_of_a_run_publishes_indexes_so_that_its_workers_need_not_copy_all_files(
     shards: Path, run_folder: Path, tmp_path: Path
 ) -> None:
     def open_data(machine: str) -> TarDataset:
         cache = CacheSettings(folder=str(tmp_path / machine))
         return TarDataset(f"local://{shards}/part-000{{0..2}}.tar", transform=of_row, cache=cache)
 
+    settings = TrainSettings(batch=2, microbatch=1, steps=1)
     recipe = Recipe(
         model=lambda: nn.Linear(1, 1),
         loss=lambda model, batch: model(batch).square().mean(),
         optimizer=lambda named: torch.optim.SGD(named, lr=0.1),
         data=partial(open_data, "first"),
     )
-    settings = TrainSettings(model=CustomModelSettings(), batch=2, microbatch=1)
-    program = TrainingProgram(
-        settings.model_dump(mode="json"), device="cpu", recipe=recipe, positions=str(run_folder)
+    plan = make_plan(
+        TrainRequest(replace(recipe, settings=settings), storage=str(tmp_path), run_name="run"), 0
     )
-    assert not run_folder.exists(), "only a worker of the run writes there"
+    assert not run_folder.exists(), "a plan writes nothing"
+    store_recipe(plan)
+    assert list((run_folder / "stream" / "indexes").glob("*.pack"))
+    program = TrainingProgram(**plan.run.program.kwargs)
     program.warm_up()
-    assert len(list((run_folder / "indexes").iterdir())) == 3
     data = open_data("second")
     sizes = [file.stat().st_size for file in (tmp_path / "second").iterdir()]
-    assert len(sizes) == 4 and 10240 not in sizes, "three indexes and the lock"
+    assert len(sizes) == 2 and 10240 not in sizes, "a pack and the lock"
     assert [float(data[i]) for i in range(5)] == [0, 1, 2, 3, 4]
-    for file in (run_folder / "indexes").iterdir():
-        file.write_bytes(b"damaged")
-    assert len(open_data("third")) == 5
 
 
 def of_row(sample: dict[str, Any]) -> torch.Tensor:

@@ -28,6 +28,7 @@ from pipelines.custom_data.sample_shards.mds_index import (
     sample_in,
 )
 from pipelines.data.cache import LocalCopies
+from pipelines.data.cache.shared_indexes import INDEXES, IndexEntry, digest_of
 from pipelines.data.source_files import SourceFile, listed_files
 from pipelines.errors import DataUnreachable, UserError
 from pipelines.reading.concatenated import Concatenated
@@ -94,6 +95,9 @@ class MdsDataset(Concatenated):
         self._decoders = [self._decoders_of(shard, shown) for shard in self.shards]
         self._copies = LocalCopies(self.cache)
         self._remote = lru_cache(None)(self._listed)
+        digest = partial(digest_of, [self._index])
+        entry = IndexEntry(shown, digest(), lambda: b"", digest)  # each process reads it itself
+        INDEXES.note(f"MDS {self.folder}", [entry])
 
     def _read_index(self) -> bytes:
         shown = f"{without_credentials(self.folder)}/{INDEX}"

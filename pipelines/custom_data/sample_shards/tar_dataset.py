@@ -17,8 +17,8 @@ from actors.storage.remote_files import RemoteFile
 from pipelines.custom_data.sample_shards.field_decoders import Decoder, FieldDecoders
 from pipelines.custom_data.sample_shards.tar_index import FORMAT, TarIndex, index_tar
 from pipelines.data.cache import LocalCopies
-from pipelines.data.cache.shared_indexes import INDEXES
-from pipelines.data.source_files import Named, SourceFile, named_files
+from pipelines.data.cache.shared_indexes import INDEXES, IndexEntry
+from pipelines.data.source_files import Named, SourceFile, named_files, place_of, state_of
 from pipelines.errors import DataUnreachable, UserError
 from pipelines.reading.concatenated import Concatenated
 from pipelines.settings import CacheSettings
@@ -37,9 +37,9 @@ class TarDataset(Concatenated):
     them. `decoders` replace or add to those by the names of fields, such as `{"jpg": bytes}`.
     `transform` is called with each sample. Pickled fields are refused unless `allow_pickle`.
 
-    Each file is indexed once; the index is kept in the machine's cache, `cache`, with the copies of
-    files at URLs, and that of a file at a URL also in the folder of the run, for machines that
-    join. A copy that has been evicted is made again.
+    Each file is indexed once, where the run is started. The index is kept in the machine's cache,
+    `cache`, with the copies of files at URLs, and in the folder of the run, for all workers. A copy
+    that has been evicted is made again.
     """
 
     opened = ("_copies", "_indexes", "_ends")
@@ -58,8 +58,9 @@ class TarDataset(Concatenated):
         self.transform = transform
         self.cache = cache or CacheSettings()
         self.files = named_files(_without_commands(paths), SUFFIXES)
+        self._name = f"{FORMAT} {paths}"
         self._decoders = FieldDecoders(decoders or {}, allow_pickle)
-        self._states = [_state(file) for file in self.files]
+        self._states = [state_of(file) for file in self.files]
         self._open()
 
     def __getitem__(self, index: int) -> Any:
@@ -76,9 +77,13 @@ class TarDataset(Concatenated):
     def _open(self) -> None:
         self._copies = LocalCopies(self.cache)
         self._indexes = self._all_indexed()
-        for number, file in enumerate(self.files):
-            if isinstance(file, RemoteFile):  # those of other files are quickly made again
-                INDEXES.note(self._identity(number), self._copies)
+        INDEXES.note(
+            self._name,
+            [
+                IndexEntry(str(file), self._identity(number), index.to_bytes, index.digest)
+                for number, (file, index) in enumerate(zip(self.files, self._indexes, strict=True))
+            ],
+        )
         self._ends = list(accumulate(index.num_samples for index in self._indexes))
         if not self._ends[-1]:
             raise UserError(f"{self.files[0]}: has no samples, which are files such as 'a.jpg'")
@@ -126,10 +131,8 @@ class TarDataset(Concatenated):
         try:
             if (content := self._copies.find(identity)) is not None:
                 return TarIndex.from_bytes(content)
-            if (content := INDEXES.find(identity)) is not None:
-                index = TarIndex.from_bytes(content)
-                self._keep(number, content)
-                return index
+            if (content := INDEXES.find(self._name, identity, self._copies)) is not None:
+                return TarIndex.from_bytes(content)
         except (OSError, EOFError, ValueError, KeyError, TypeError, zipfile.BadZipFile) as error:
             _report(
                 f"{self.files[number]}: its kept index cannot be read ({error}): making it again"
@@ -150,9 +153,7 @@ class TarDataset(Concatenated):
             _report(f"{self.files[number]}: its index cannot be kept in the cache: {error}")
 
     def _identity(self, number: int) -> str:
-        file = self.files[number]
-        place = file.url if isinstance(file, RemoteFile) else str(file)
-        return f"{FORMAT} {place} {self._states[number]}"
+        return f"{FORMAT} {place_of(self.files[number])} {self._states[number]}"
 
     def _refuse_unreadable(self) -> None:
         for file, index in zip(self.files, self._indexes, strict=True):
@@ -174,14 +175,6 @@ def _without_commands(paths: Named) -> Named:
                 'the URLs themselves, such as ["s3://bucket/train-{000..099}.tar"]'
             )
     return paths
-
-
-def _state(file: SourceFile) -> tuple[object, ...]:
-    """What changes with the content of a file."""
-    if isinstance(file, RemoteFile):
-        return file.num_bytes, file.version
-    status = file.stat()
-    return status.st_size, status.st_mtime_ns
 
 
 def _state_of(fd: int) -> tuple[int, int]:
