@@ -60,11 +60,13 @@ class ControllerSession:
         self._lease = lease
         self._inbox = JoinedInbox(parts.make_inbox())
         self._journal = parts.open_journal(LineLog(run, JOURNAL), lease)
-        self._metrics = parts.open_metrics(LineLog(run, METRICS), lease)
+        opened = [self._journal]
         try:
+            self._metrics = parts.open_metrics(LineLog(run, METRICS), lease)
+            opened.append(self._metrics)
             self._before = replay_of(lease, LineLog(run, JOURNAL))
         except Exception:
-            close_logs((self._journal, self._metrics), patience_s=0.0)
+            close_logs(opened, patience_s=0.0)
             raise
         self._core = parts.make_core(self._before.core.state)
         self._writer = JournalWriter(
