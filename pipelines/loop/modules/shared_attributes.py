@@ -118,7 +118,10 @@ class _Pair:
         self._copied: _Attributes | None = vars(copy).copy()
         """What the copy had at first, until it is used."""
         self._scalars = _scalars(vars(copy))
+        self._pulled = [*vars(copy).values()]
+        """The values of the copy that were looked at last."""
         self._hooks = {table: _hooks(module, table) for table in HOOK_TABLES}
+        self._has_hooks = any(self._hooks.values())
         self._replaced: set[str] = set()
         """The attributes that the run has replaced since it made the copy, such as `forward`."""
 
@@ -151,12 +154,16 @@ class _Pair:
             copy[name] = new if isinstance(new, SCALARS) else copied(new)
             if isinstance(new, str):
                 texts.append(f"{self.name}.{name}".lstrip("."))
-        self._scalars = _scalars(copy)
+        self._scalars, self._pulled = _scalars(copy), [*copy.values()]
         return texts
 
     def pull(self) -> None:
         """Take from the copy what a pass has changed; tensors are not even looked at."""
-        seen, self._scalars = self._scalars, _scalars(vars(self.copy))
+        now = vars(self.copy)
+        if len(now) == len(self._pulled) and all(map(is_, now.values(), self._pulled)):
+            return
+        self._pulled = [*now.values()]
+        seen, self._scalars = self._scalars, _scalars(now)
         if seen == self._scalars:
             return
         module = vars(self.module)
@@ -166,6 +173,9 @@ class _Pair:
                 module[name] = self._seen[name] = value
 
     def has_other_hooks(self) -> bool:
+        now = vars(self.module)
+        if not self._has_hooks and not any(map(now.get, HOOK_TABLES)):
+            return False
         return any(_hooks(self.module, table) != keys for table, keys in self._hooks.items())
 
     def push_hooks(self, copied: Any) -> None:
@@ -183,6 +193,7 @@ class _Pair:
             copy[table].update([*items[:num_before], *hooks.items(), *items[num_before:]])
         copy.update({flag: module[flag] for flag in HOOK_FLAGS if flag in module})
         self._hooks = {table: _hooks(self.module, table) for table in HOOK_TABLES}
+        self._has_hooks = any(self._hooks.values())
 
 
 def _named(model: nn.Module) -> list[tuple[str, nn.Module]]:
