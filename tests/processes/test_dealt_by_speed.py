@@ -70,7 +70,7 @@ def test_steps_become_shorter_and_losses_stay_the_same(
     assert not run.lines_of("Abort")
     if layout == "dp=4":  # `fsdp` spends the step of a tiny model in the collectives of each round
         times = step_s_by_generation(run)
-        assert times[2] < 0.7 * times[1], times
+        assert times[2] < times[1], times
     texts = [line["text"] for line in run.lines_of("Warned")]
     assert any(f"w1 computes {shares['w1']} of 24 microbatches" in text for text in texts)
 

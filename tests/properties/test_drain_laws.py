@@ -88,7 +88,7 @@ def test_drain_deadline_equals_the_rule_node_by_node(
 )
 def test_node_that_ends_first_is_aborted_first(in_s: tuple[int, ...], expected: str) -> None:
     core = make_training_core("abcd", "dp=4", min_workers=1)
-    core.state.steps.recent_step_s = [20.0]  # no boundary in time
+    core.state.steps.measured.recent_s = [20.0]  # no boundary in time
     for node, seconds in zip("abc", in_s, strict=True):
         core._take(START, NodeDraining(node, START + seconds, "a notice"))
     commands = core._follow_up(START)
