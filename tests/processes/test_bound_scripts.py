@@ -9,8 +9,16 @@ import bound_scripts
 import pytest
 from test_script_habits import run_habit
 
+IN_EACH_RUN = ("evaluates_averages", "trains_in_the_block")
 
-@pytest.mark.parametrize("name", list(bound_scripts.PLAIN))
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        name if name in IN_EACH_RUN else pytest.param(name, marks=pytest.mark.soak)
+        for name in bound_scripts.PLAIN
+    ],
+)
 def test_losses_are_those_of_the_plain_loop_through_deaths(name: str, tmp_path: Path) -> None:
     layout = "dp=3" if name in ("augments", "freezes_later") else "dp=2,fsdp=2"
     run = run_habit(tmp_path, name, layout=layout, module=bound_scripts)

@@ -15,10 +15,10 @@ from elastic.protocol.events import WorkerDraining
 @pytest.mark.parametrize(
     ("function", "layout"),
     [
-        ("of_tutorial", "fsdp=2"),
+        pytest.param("of_tutorial", "fsdp=2", marks=pytest.mark.soak),
         ("train", "dp=2"),
-        pytest.param("of_tutorial", "dp=2", marks=pytest.mark.slow),
-        pytest.param("train", "fsdp=2", marks=pytest.mark.slow),
+        pytest.param("of_tutorial", "dp=2", marks=pytest.mark.soak),
+        pytest.param("train", "fsdp=2", marks=pytest.mark.soak),
     ],
 )
 def test_complex_rotations_turn_in_a_run_as_in_a_plain_loop(

@@ -53,7 +53,8 @@ def assert_same_training(run: Outcome, undisturbed: Outcome) -> None:
     assert_each_sample_once(run, BATCH)
 
 
-@pytest.mark.parametrize("layout", ["dp=4", pytest.param("dp=2,fsdp=2", marks=pytest.mark.slow)])
+@pytest.mark.soak
+@pytest.mark.parametrize("layout", ["dp=4", "dp=2,fsdp=2"])
 def test_steps_become_shorter_and_losses_stay_the_same(
     tmp_path: Path, undisturbed: Outcome, layout: str
 ) -> None:

@@ -222,7 +222,7 @@ def common_steps(children: dict[str, Child]) -> set[int]:
     return set.intersection(*steps)
 
 
-@pytest.mark.parametrize("setting", [1, 3])
+@pytest.mark.parametrize("setting", [pytest.param(1, marks=pytest.mark.soak), 3])
 def test_slow_copies_are_taken_less_often_and_cover_one_step(
     children: dict[str, Child], links: dict[str, SlowLink], setting: int
 ) -> None:

@@ -38,6 +38,7 @@ def start_detached(cluster: SharedCluster, storage: Path, *run: str) -> Command:
     return command
 
 
+@pytest.mark.soak
 def test_controller_that_cannot_take_a_run_over_ends_also_its_pending_workers(
     tmp_path: Path, joined: SharedCluster
 ) -> None:
