@@ -33,19 +33,19 @@ def run_rank(world_rank: int, folder: Path, num_sweeps: int, models: tuple[str, 
     """Calibrate, and train all cases; world rank 0 writes `result.json`."""
     torch.set_num_threads(1)
     keep_freed_memory()
-    gang = MeasuringProcesses(world_rank, NUM_WORKERS, folder)
+    processes = MeasuringProcesses(world_rank, NUM_WORKERS, folder)
     result = {}
     began = time.perf_counter()
-    machine = measure_machine(gang, CPU)
+    machine = measure_machine(processes, CPU)
     machine_s = time.perf_counter() - began
     for model in models:
         program = program_of(model)
         began = time.perf_counter()
         axes = {(Layout.parse(text).tp, Layout.parse(text).cp) for text in MODELS[model]}
         shapes = [Layout(tp=tp, cp=cp) for tp, cp in sorted(axes - {(1, 1)})]
-        times = measure_model(gang, program, shapes)
+        times = measure_model(processes, program, shapes)
         trial_s = time.perf_counter() - began
-        sweeps = [measure_sweep(gang, program, model) for _ in range(num_sweeps)]
+        sweeps = [measure_sweep(processes, program, model) for _ in range(num_sweeps)]
         result[model] = {
             "calibration_s": [machine_s, trial_s],
             "times": encode(replace(times, machine=machine)),
@@ -56,22 +56,22 @@ def run_rank(world_rank: int, folder: Path, num_sweeps: int, models: tuple[str, 
 
 
 def measure_sweep(
-    gang: MeasuringProcesses, program: TrainingProgram, model: str
+    processes: MeasuringProcesses, program: TrainingProgram, model: str
 ) -> list[list[float]]:
     """The seconds of each step under each layout."""
-    return [measure_layout(gang, program, Layout.parse(text)) for text in MODELS[model]]
+    return [measure_layout(processes, program, Layout.parse(text)) for text in MODELS[model]]
 
 
 def measure_layout(
-    gang: MeasuringProcesses, program: TrainingProgram, layout: Layout
+    processes: MeasuringProcesses, program: TrainingProgram, layout: Layout
 ) -> list[float]:
-    with gang.world(layout.num_workers, CPU) as is_in:
+    with processes.world(layout.num_workers, CPU) as is_in:
         if not is_in:
             return []
         members = tuple(f"worker {rank}" for rank in range(layout.num_workers))
         assignment = Assignment(1, layout, members)
         backend = backend_of("cpu")
-        groups = form_groups(backend, assignment, gang.world_rank, program.device, TIMEOUT)
+        groups = form_groups(backend, assignment, processes.world_rank, program.device, TIMEOUT)
         stepper = build_stepper(program, groups)
         records = [stepper.step()[0] for _ in range(NUM_FIRST + NUM_STEPS)]
         del stepper

@@ -10,7 +10,7 @@ from functools import partial
 
 from actors.simulation.machine_hours import MachineHours
 from actors.simulation.timeline import Timeline
-from elastic.market.exchange import ON_DEMAND, SPOT
+from elastic.planner.market.exchange import ON_DEMAND, SPOT
 from elastic.protocol.commands import StartWorkers
 from elastic.protocol.controller_events import WorkerPlaced
 from elastic.protocol.events import Event, NodeDraining, WorkerLost, WorkerReady

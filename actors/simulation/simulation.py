@@ -22,7 +22,7 @@ from actors.storage.memory_storage import MemoryStorage
 from elastic.controller.core import Core
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Job
-from elastic.market.exchange import ON_DEMAND, SPOT
+from elastic.planner.market.exchange import ON_DEMAND, SPOT
 from elastic.protocol.commands import Stopped
 from elastic.protocol.controller_events import ControllerRaised
 from elastic.protocol.controller_state import ControllerState

@@ -13,7 +13,7 @@ boundary. If no spot machine comes, the on-demand workers have trained on, and s
 An extra worker replaces a worker that is lost meanwhile.
 
 With `market.done_by` on-demand machines are used only while the run needs them to be done in time
-(`elastic.market.deadline`). A run that is ahead lets its on-demand workers drain.
+(`elastic.planner.market.deadline`). A run that is ahead lets its on-demand workers drain.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from math import inf
 from statistics import mean, median
 
 from elastic.duties.membership import drain_for_good, num_missing, start_workers
-from elastic.market.deadline import Progress
-from elastic.market.exchange import ON_DEMAND, SPOT, Prices, exchange_pays, spot_life_s
+from elastic.planner.market.deadline import Progress
+from elastic.planner.market.exchange import ON_DEMAND, SPOT, Prices, exchange_pays, spot_life_s
 from elastic.protocol.commands import Command, StopWorker
 from elastic.protocol.controller_events import WorkerPlaced
 from elastic.protocol.controller_state import ControllerState

@@ -15,9 +15,7 @@ from elastic.protocol.commands import (
 )
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.duty_records import SnapshotSet
-from elastic.protocol.notes import (
-    Warned,
-)
+from elastic.protocol.notes import Warned
 from elastic.protocol.phases import Running
 from elastic.protocol.policy import backoff_s
 from elastic.protocol.snapshot_events import (

@@ -154,12 +154,12 @@ def machine_name() -> str:
     return f"{len(os.sched_getaffinity(0))} cores of {processor_of(torch.device('cpu'))}"
 
 
-def measure_machine(gang: MeasuringProcesses, device: torch.device) -> Machine:
+def measure_machine(processes: MeasuringProcesses, device: torch.device) -> Machine:
     """The tables of collectives for each number of processes, and what compute hides of them."""
     tables: list[CollectiveTimes] = []
     shares: list[float] = []
-    for num_ranks in range(2, gang.num_processes + 1):
-        with gang.world(num_ranks, device) as is_in:
+    for num_ranks in range(2, processes.num_processes + 1):
+        with processes.world(num_ranks, device) as is_in:
             if is_in:
                 world = dist.group.WORLD
                 assert world is not None
@@ -170,19 +170,19 @@ def measure_machine(gang: MeasuringProcesses, device: torch.device) -> Machine:
 
 
 def measure_model(
-    gang: MeasuringProcesses, program: TrainingProgram, layouts: Sequence[Layout]
+    processes: MeasuringProcesses, program: TrainingProgram, layouts: Sequence[Layout]
 ) -> TimeFacts:
     """The time trial of a model, whole and under these model layouts, by as many processes at once
     as there are devices."""
-    gang.meet()
+    processes.meet()
     times = TimeFacts()
-    num_devices = gang.num_processes
+    num_devices = processes.num_processes
     if program.device.type == "cpu":
         num_devices = len(os.sched_getaffinity(0))
         flush_denormals()
-    if gang.world_rank < num_devices:
+    if processes.world_rank < num_devices:
         times = time_facts(program.workload, program.settings, program.device, layouts)
-    gang.meet()
+    processes.meet()
     return times
 
 
@@ -202,9 +202,9 @@ def _run_rank(
         device = torch.device("cuda", world_rank)
         torch.cuda.set_device(device)
     program = planned_program(recipe, changes, str(device))
-    gang = MeasuringProcesses(world_rank, num_processes, folder)
-    machine = measure_machine(gang, device)
-    times = replace(measure_model(gang, program, layouts), machine=machine)
+    processes = MeasuringProcesses(world_rank, num_processes, folder)
+    machine = measure_machine(processes, device)
+    times = replace(measure_model(processes, program, layouts), machine=machine)
     if world_rank == 0:
         (folder / RESULT).write_text(json.dumps(encode(times)))
 

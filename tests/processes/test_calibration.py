@@ -3,33 +3,23 @@
 from __future__ import annotations
 
 import json
-import sys
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from in_process_command import RunCommand, in_process
 
 from elastic.protocol.wire import decode
-from pipelines.cli import main
 from pipelines.plan.calibration import Measured, num_measuring
 
-Run = Callable[..., tuple[int, str, str]]
 SMALL = ("--workers", "2", "--json", "--set", "batch=8")
 
 
 @pytest.fixture
-def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> Run:
-    def run_command(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["elastic", "plan", *arguments])
-        with pytest.raises(SystemExit) as exited:
-            main()
-        out, err = capsys.readouterr()
-        return int(exited.value.code or 0), out, err
-
-    return run_command
+def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunCommand:
+    return in_process("plan", monkeypatch, capsys)
 
 
-def test_a_machine_is_measured_once_for_a_recipe(plan: Run, tmp_path: Path) -> None:
+def test_a_machine_is_measured_once_for_a_recipe(plan: RunCommand, tmp_path: Path) -> None:
     file = tmp_path / "tiny.json"
     code, out, _ = plan("tiny", *SMALL, "--measured", str(file))
     first = json.loads(out)
@@ -57,7 +47,7 @@ def test_a_machine_is_measured_once_for_a_recipe(plan: Run, tmp_path: Path) -> N
     assert code == 2 and "another recipe" in err and len(err.splitlines()) == 1
 
 
-def test_a_broken_file_and_another_device_are_refused(plan: Run, tmp_path: Path) -> None:
+def test_a_broken_file_and_another_device_are_refused(plan: RunCommand, tmp_path: Path) -> None:
     file = tmp_path / "tiny.json"
     file.write_text("[]")
     code, _, err = plan("tiny", *SMALL, "--measured", str(file))

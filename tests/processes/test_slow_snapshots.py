@@ -21,10 +21,7 @@ from elastic.geometry.assignment import Assignment
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.tensor_specs import TensorSpec
 from elastic.geometry.training_job import Job
-from elastic.protocol.commands import (
-    Command,
-    StartSnapshots,
-)
+from elastic.protocol.commands import Command, StartSnapshots
 from elastic.protocol.events import (
     Event,
     GroupFormed,
@@ -34,9 +31,7 @@ from elastic.protocol.events import (
     StoreReady,
     WorkerReady,
 )
-from elastic.protocol.notes import (
-    Warned,
-)
+from elastic.protocol.notes import Warned
 from elastic.protocol.snapshot_events import SnapshotServerReady
 from elastic.protocol.votes import Ballot, StepRecord, Vote, pack_vote, unpack_vote
 from elastic.reshard.reshard_plan import CarriedPart

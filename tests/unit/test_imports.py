@@ -35,8 +35,8 @@ LEVELS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("duties",),
         ("protocol",),
         ("simulation",),
-        ("planner", "reshard", "market"),
-        ("planner/models",),
+        ("planner", "reshard"),
+        ("planner/models", "planner/market"),
         ("geometry",),
     ),
     "actors": (

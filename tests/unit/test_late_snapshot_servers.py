@@ -14,9 +14,7 @@ from elastic.protocol.commands import (
 )
 from elastic.protocol.controller_events import ControllerRestarted
 from elastic.protocol.events import Event, Woke
-from elastic.protocol.notes import (
-    Warned,
-)
+from elastic.protocol.notes import Warned
 from elastic.protocol.snapshot_events import SnapshotServerLost, SnapshotServerReady
 from elastic.protocol.wire import decode, encode
 from elastic.reshard.snapshot_placement import SnapshotServer

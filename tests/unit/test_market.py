@@ -10,7 +10,7 @@ from test_growth import STEP_S, SteppedRun
 
 from elastic.controller.core import Core
 from elastic.geometry.training_job import Job
-from elastic.market.exchange import ON_DEMAND, SPOT, Prices, exchange_pays, spot_life_s
+from elastic.planner.market.exchange import ON_DEMAND, SPOT, Prices, exchange_pays, spot_life_s
 from elastic.protocol.commands import Command, StartWorkers, StopWorker
 from elastic.protocol.controller_events import ControllerRestarted, WorkerPlaced
 from elastic.protocol.controller_state import ControllerState

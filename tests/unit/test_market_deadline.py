@@ -7,8 +7,8 @@ from pydantic import ValidationError
 from test_market import AFTER_S, RETRY_S, MarketRun, chosen
 
 from elastic.geometry.training_job import Job
-from elastic.market.deadline import Progress
-from elastic.market.exchange import ON_DEMAND, SPOT
+from elastic.planner.market.deadline import Progress
+from elastic.planner.market.exchange import ON_DEMAND, SPOT
 from elastic.protocol.notes import MarketChosen
 from pipelines.settings.market import MarketSettings
 

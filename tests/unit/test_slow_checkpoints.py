@@ -31,9 +31,7 @@ from elastic.protocol.events import (
     Woke,
     WorkerReady,
 )
-from elastic.protocol.notes import (
-    Warned,
-)
+from elastic.protocol.notes import Warned
 from elastic.protocol.phases import Saving
 from elastic.protocol.votes import StepRecord, Vote
 

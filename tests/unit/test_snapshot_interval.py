@@ -7,12 +7,8 @@ from test_draining import deliver, make_training_core, select
 from users_policy import users_options
 
 from actors.snapshots.snapshot_cost import MIN_SNAPSHOTS, SnapshotCost
-from elastic.protocol.commands import (
-    StartSnapshots,
-)
-from elastic.protocol.notes import (
-    Warned,
-)
+from elastic.protocol.commands import StartSnapshots
+from elastic.protocol.notes import Warned
 from elastic.protocol.snapshot_events import SnapshotServerLost, SnapshotServerReady, SnapshotTimed
 from elastic.reshard.snapshot_interval import AUTO_EVERY, MAX_EVERY, interval_for
 from elastic.reshard.snapshot_placement import SnapshotServer

@@ -8,7 +8,7 @@ from typing import Any
 import ray
 
 from elastic.geometry.topology import Place
-from elastic.market.exchange import ON_DEMAND
+from elastic.planner.market.exchange import ON_DEMAND
 
 RACK_LABELS = ("rack", "ray.io/availability-zone")
 """The labels that name a node's rack; the first one present counts. A user sets the first by
