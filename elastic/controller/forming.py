@@ -351,9 +351,9 @@ def _start_time(state: ControllerState, phase: Waiting) -> float:
     begin = phase.since + policy.start_timeout_s
     if 2 * len(warm) >= policy.max_workers:
         return begin
-    newest = max((state.membership.records[worker].since for worker in warm), default=begin)
     patience_s = ARRIVAL_SHARE * policy.start_timeout_s
-    return min(max(begin, newest + patience_s), begin + policy.start_timeout_s)
+    arrived_s = state.membership.joined_at + patience_s
+    return min(max(begin, arrived_s), begin + policy.start_timeout_s)
 
 
 def _roll_back(state: ControllerState, source: StateSource) -> RolledBack:

@@ -68,6 +68,7 @@ def add_ready_worker(state: ControllerState, now: float, event: WorkerReady) -> 
         state.membership.draining.add(event.worker)
         state.membership.node_drains[event.node].draining_workers.add(event.worker)
         return [StopWorker(event.worker, "its node is draining")]
+    state.membership.joined_at = now
     if state.growth.standby_since is None:
         state.growth.standby_since = now
     if state.growth.idle_since is None:

@@ -125,7 +125,7 @@ class LiveDuty(Duty):
 class MembershipDuty(Duty):
     """Which workers exist. Owners: `membership`, `drain`."""
 
-    CLOCKS = ("no_start_before", "changes_at")
+    CLOCKS = ("no_start_before", "changes_at", "joined_at")
 
     records: dict[str, WorkerRecord] = field(default_factory=dict)
     warm: set[str] = field(default_factory=set)
@@ -140,6 +140,8 @@ class MembershipDuty(Duty):
     """How long the latest workers took from start to ready."""
     changes_at: list[float] = field(default_factory=list)
     """When members were last lost or drained."""
+    joined_at: float = 0.0
+    """When a worker last became ready to stay."""
     changed_generation: int = 0
     usual: UsualMachines = field(default_factory=UsualMachines)
 
