@@ -36,7 +36,7 @@ START = multiprocessing.get_context("forkserver")
 """Children are forked from a server that has imported torch and the program, but has formed no
 groups: they start in a fraction of a second."""
 
-PRELOADED = ("actors.worker.worker", "torch.distributed.pipelining")
+PRELOADED = "actors.local.preloaded"
 HOST = "127.0.0.1"
 NODE = "this-machine"
 
@@ -67,7 +67,7 @@ class ProcessFleet:
     ) -> None:
         """`node_of` assigns workers to simulated nodes. A worker whose node is quarantined goes to
         another node that has workers, or waits."""
-        START.set_forkserver_preload([*PRELOADED, program.target.partition(":")[0]])
+        START.set_forkserver_preload([program.target.partition(":")[0], PRELOADED])
         self._host = listen_address(options.network, HOST)
         self._program = program
         self._options = options
