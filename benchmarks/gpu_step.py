@@ -23,7 +23,7 @@ from actors.runtime.program import StateBytes
 from elastic.geometry.layout import Layout
 from elastic.geometry.regions import Region
 from elastic.geometry.sample_order import batch_ids, sample_of
-from elastic.planner.worker_memory import worker_memory
+from elastic.planner.models.worker_memory import worker_memory
 from elastic.protocol.votes import Vote
 from pipelines.run.job import job_of
 from pipelines.run.program import TrainingProgram
@@ -200,7 +200,7 @@ def _peak_bytes() -> float:
 
 
 def _predicted_bytes(program: TrainingProgram) -> float:
-    job = job_of(program.settings, program, tp_degrees=[1])
+    job = job_of(program.settings, program, tp_degrees=[1], on_gpu=program.device.type == "cuda")
     return float(worker_memory(job, Layout(dp=1)).total)
 
 

@@ -102,7 +102,7 @@ class Crew:
     def query_snapshot_servers(self, nodes: Sequence[str], generation: int) -> None:
         """Nothing to do: snapshots are disabled."""
 
-    def forget_snapshots(self, nodes: Sequence[str], generation: int) -> None:
+    def forget_snapshots(self, nodes: Sequence[str], generation: int, kept_generation: int) -> None:
         """Nothing to do: snapshots are disabled."""
 
     def probe(self, worker: str) -> Future[int]:

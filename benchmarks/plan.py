@@ -20,17 +20,9 @@ from report import Must, conclude, parser, show_table
 from torch.multiprocessing import start_processes
 
 from elastic.geometry.layout import Layout
-from elastic.geometry.training_job import (
-    Capacity,
-    CollectiveTimes,
-    Job,
-    Machine,
-    PassShares,
-    StepTrial,
-    TimeFacts,
-    Traffic,
-)
-from elastic.planner.step_cost import cost_of
+from elastic.geometry.training_job import Capacity, Job, TimeFacts
+from elastic.planner.models.step_cost import cost_of
+from elastic.protocol.wire import decode
 from pipelines.run.job import job_of
 
 
@@ -56,21 +48,6 @@ class Row:
         return 100 * (max(self.sweeps_s) - min(self.sweeps_s)) / self.measured_s
 
 
-def facts_of(values: dict[str, Any]) -> TimeFacts:
-    """The facts from their JSON."""
-    trials = tuple(
-        StepTrial(**{**trial, "traffic": tuple(Traffic(**t) for t in trial["traffic"])})
-        for trial in values["trials"]
-    )
-    machine = dict(values["machine"])
-    machine["collectives"] = tuple(
-        CollectiveTimes(t["kind"], t["num_ranks"], tuple(tuple(p) for p in t["points"]))
-        for t in machine["collectives"]
-    )
-    shares = PassShares(**{name: tuple(pair) for name, pair in values["shares"].items()})
-    return TimeFacts(trials, shares, Machine(**machine), values["merges"])
-
-
 def predict(job: Job, times: TimeFacts, layout: str) -> float:
     plain = times.plain
     assert plain is not None
@@ -83,7 +60,7 @@ def rows_of(result: dict[str, Any]) -> list[Row]:
     for model, measured in result.items():
         program = program_of(model)
         job = job_of(program.settings, program, (1,))
-        times = facts_of(measured["times"])
+        times = decode(TimeFacts, measured["times"])
         for layout in MODELS[model]:
             sweeps = tuple(median(sweep[layout]) for sweep in measured["steps_s"])
             rows.append(Row(model, layout, sweeps, predict(job, times, layout)))

@@ -24,7 +24,7 @@ from actors.distributed.torch_private import storage_key
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.layout import Layout
 from elastic.geometry.shard_map import region_of
-from elastic.planner.worker_memory import worker_memory
+from elastic.planner.models.worker_memory import worker_memory
 from elastic.protocol.votes import Vote
 from pipelines.run.job import job_of
 from pipelines.run.program import TrainingProgram

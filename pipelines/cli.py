@@ -307,6 +307,7 @@ def _plan(words: PlanWords) -> int:
         words.layouts,
         words.efficiency,
         words.as_json,
+        words.measured,
     )
     return plan_recipe(request, _console_for_tables())
 

@@ -44,6 +44,14 @@ LinkBandwidth = Annotated[
 FarBandwidth = Annotated[
     float | None, typer.Option(metavar="GB/S", help="Bandwidth between devices of two nodes.")
 ]
+MeasuredFile = Annotated[
+    str | None,
+    typer.Option(
+        metavar="FILE",
+        help="Predict from what this machine was measured to take for RECIPE. FILE is written in "
+        "up to a minute if it does not exist.",
+    ),
+]
 PlanAsJson = Annotated[
     bool, typer.Option("--json", help="Print one JSON object; docs/plan.md lists the keys.")
 ]
@@ -71,6 +79,7 @@ class PlanWords(NamedTuple):
     """Memory, FLOPs, the bandwidths of the memory, within a node and between nodes."""
     model_params: float | None
     world_sizes: str
+    measured: str | None = None
 
 
 def add_plan(app: typer.Typer, run: Callable[[PlanWords], int]) -> None:
@@ -93,6 +102,7 @@ def add_plan(app: typer.Typer, run: Callable[[PlanWords], int]) -> None:
         far_bandwidth: FarBandwidth = None,
         model_params: ModelParams = None,
         world_sizes: WorldSizes = "1,8,64,512",
+        measured: MeasuredFile = None,
     ) -> None:
         """Rank the layouts of RECIPE on a device: memory, speed, hours and price."""
         figures = (device_memory, device_flops, device_bandwidth, link_bandwidth, far_bandwidth)
@@ -108,5 +118,6 @@ def add_plan(app: typer.Typer, run: Callable[[PlanWords], int]) -> None:
             device_figures=figures,
             model_params=model_params,
             world_sizes=world_sizes,
+            measured=measured,
         )
         raise typer.Exit(run(words))

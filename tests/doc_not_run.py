@@ -13,6 +13,7 @@ NOT_RUN = {
     "ray dashboard cluster.yaml": "needs the machines on AWS",
     "ray job ": "needs a cluster on AWS; `ray/test_job_submit.py` submits jobs to a local one",
     "ray status": "is about the cluster on AWS",
+    "elastic simulate parcae-ll.txt": "needs a recorded trace; `sim/test_simulate.py` has others",
     "export RAY_AUTH_MODE=token": "`ray/test_job_submit.py` sets these variables",
     "export RAY_USE_TLS=1": "needs certificates on every machine; Ray's own setting",
     "export RAY_TLS_": "needs certificates on every machine; Ray's own setting",

@@ -14,9 +14,10 @@ from users_policy import users_policy
 from actors.storage.line_logs import LineLog
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Job
-from elastic.protocol.commands import Command, Resume, RolledBack, Stopped
+from elastic.protocol.commands import Command, Resume, Stopped
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import Event, RunOpened, StepCommitted, WorkerLost, WorkerReady
+from elastic.protocol.notes import RolledBack
 from elastic.protocol.votes import StepRecord, Vote
 from elastic.protocol.wire import command_line, event_line
 from pipelines.observe.history.run_folder import RunFolder

@@ -45,8 +45,9 @@ class Fleet(Protocol):
 
     def start_workers(self, command: StartWorkers) -> None:
         """Start workers, which measure their links with its peers. `WorkerReady` or `WorkerLost`
-        answers for each. No worker starts on a quarantined node; a worker that finds no other node
-        waits for one."""
+        answers for each. No worker starts on a quarantined node, nor on one of another market; a
+        worker that finds no other node waits for one. A fleet that knows markets posts
+        `WorkerPlaced` once a worker has its node."""
 
     def start_snapshot_server(self, node: str) -> None:
         """Start a node's snapshot server. `SnapshotServerReady` or `SnapshotServerLost` answers."""
@@ -54,8 +55,8 @@ class Fleet(Protocol):
     def query_snapshot_servers(self, nodes: Sequence[str], generation: int) -> None:
         """Query what snapshot servers hold. Each one alive answers by `SnapshotServerReported`."""
 
-    def forget_snapshots(self, nodes: Sequence[str], generation: int) -> None:
-        """Free the snapshots of earlier generations."""
+    def forget_snapshots(self, nodes: Sequence[str], generation: int, kept_generation: int) -> None:
+        """Free the snapshots of earlier generations, except those of `kept_generation`."""
 
     def stop_worker(self, worker: str) -> None:
         """End a process at once, even a stopped one. `WorkerLost` answers."""
@@ -146,7 +147,7 @@ def dispatch(fleet: Fleet, command: FleetCommand) -> None:
         case QuerySnapshotServers():
             fleet.query_snapshot_servers(command.nodes, command.generation)
         case ForgetSnapshots():
-            fleet.forget_snapshots(command.nodes, command.generation)
+            fleet.forget_snapshots(command.nodes, command.generation, command.kept_generation)
         case _:
             assert_never(command)
 

@@ -14,6 +14,7 @@ from collections.abc import Callable, Sequence
 from actors.storage.errors import LeaseLost
 from elastic.controller.controller_errors import MAX_IN_A_ROW, count_error, is_failing, is_given_up
 from elastic.controller.core import Core
+from elastic.duties.uploads import write_patience_s
 from elastic.protocol.commands import Command, Stopped
 from elastic.protocol.controller_events import ControllerRaised, ControllerRecovered
 from elastic.protocol.events import Event, Woke
@@ -143,8 +144,8 @@ class GuardedCore:
             return None
         policy = state.policy
         if self._force_at is None:
-            patience_s = policy.hang_timeout_s + policy.collective_timeout_s + policy.save_timeout_s
-            self._force_at = now + patience_s
+            patience_s = policy.hang_timeout_s + policy.collective_timeout_s
+            self._force_at = now + patience_s + write_patience_s(state)
         if now < self._force_at and not isinstance(state.phase, StoppedPhase):
             return None
         ending = state.ending

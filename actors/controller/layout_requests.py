@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 
 from actors.controller.shell import Shell
 from elastic.geometry.target_layout import TargetLayout
-from elastic.protocol.commands import Command, LayoutAnswered, Resharded, Resume, Stopped
+from elastic.protocol.commands import Command, Resume, Stopped
 from elastic.protocol.events import LayoutRequested
+from elastic.protocol.notes import LayoutAnswered, Resharded
 
 LOOK_EVERY_S = 0.2
 

@@ -12,11 +12,13 @@ from actors.controller.guard import ThreadGuard
 from actors.storage.checkpoint_files import MANIFEST, folder_of, publish, set_aside
 from actors.storage.errors import LeaseLost
 from actors.storage.lease import Lease
-from actors.storage.storage import Storage
+from actors.storage.storage import LASTING_ERRORS, Storage, retry
 from elastic.protocol.commands import DropCheckpoints, PublishCheckpoint, SetAside
 from elastic.protocol.controller_events import CheckpointsRemoved
 from elastic.protocol.events import Checkpointed, Event, PartFailed
 
+PUBLISH_PATIENCE_S, PUBLISH_TRIES = 30.0, 3
+"""One refusal must not discard the parts of all workers."""
 StorageOrder = PublishCheckpoint | DropCheckpoints | SetAside
 
 
@@ -31,12 +33,16 @@ class Publisher:
         self._guard = ThreadGuard("publisher", post)
         self._orders: queue.SimpleQueue[StorageOrder | None]
         self._orders = queue.SimpleQueue()
+        self._to_publish: queue.SimpleQueue[PublishCheckpoint] = queue.SimpleQueue()
+        """Those among the orders: a removal, which may take long, does not delay them."""
         self._to_remove: deque[tuple[int, int]] = deque()
         """Step and generation of the checkpoints to remove; storage may have refused some."""
         self._thread = threading.Thread(target=self._serve, name="publisher", daemon=True)
         self._thread.start()
 
     def order(self, command: StorageOrder) -> None:
+        if isinstance(command, PublishCheckpoint):
+            self._to_publish.put(command)
         self._orders.put(command)
 
     def close(self) -> None:
@@ -52,11 +58,10 @@ class Publisher:
             if isinstance(order, DropCheckpoints):
                 self._to_remove += [k for k in order.dropped if k not in self._to_remove]
             try:
+                self._publish_waiting()
                 if self._to_remove:
                     self._attempt(self._remove)
-                if isinstance(order, PublishCheckpoint):
-                    self._attempt(partial(self._publish, order), partial(self._fail, order))
-                elif isinstance(order, SetAside):
+                if isinstance(order, SetAside):
                     self._attempt(partial(self._set_aside, order))
             except LeaseLost:
                 return  # the shell sees the lost lease, too, and ends the run
@@ -78,15 +83,25 @@ class Publisher:
         else:
             self._guard.note_success()
 
+    def _publish_waiting(self) -> None:
+        while not self._to_publish.empty():
+            order = self._to_publish.get()
+            self._attempt(partial(self._publish, order), partial(self._fail, order))
+
     def _publish(self, order: PublishCheckpoint) -> None:
-        url = publish(
+        write = partial(self._write_manifest, order)
+        url = retry(write, PUBLISH_PATIENCE_S, PUBLISH_TRIES, LASTING_ERRORS)
+        self._post(Checkpointed(order.step, order.generation, url))
+
+    def _write_manifest(self, order: PublishCheckpoint) -> str:
+        self._lease.check_now()
+        return publish(
             self._run, order.step, order.generation, order.files, order.layout, order.members
         )
-        self._post(Checkpointed(order.step, order.generation, url))
 
     def _remove(self) -> None:
         """Remove checkpoints, the manifest first, so that a half removed checkpoint is invisible.
-        If storage refuses, retry before the next order, after the other checkpoints."""
+        If storage refuses, retry with the next order, after the other checkpoints."""
         removed: list[tuple[int, int]] = []
         try:
             while self._to_remove:
@@ -95,6 +110,7 @@ class Publisher:
                 self._run.remove(f"{folder_of(*key)}/{MANIFEST}")
                 self._run.remove(folder_of(*key))
                 removed.append(self._to_remove.pop())
+                self._publish_waiting()
         finally:
             if removed:
                 self._post(CheckpointsRemoved(tuple(removed)))

@@ -8,6 +8,7 @@ from pathlib import PurePosixPath
 from urllib.parse import urlsplit
 
 from actors.controller.shell import Shell
+from actors.controller.start_guard import STORAGE_PATIENCE_S
 from actors.storage.errors import DamagedLog, LeaseFilesMissing, LeaseLost, RunRefused
 from actors.storage.file_names import JOURNAL
 from actors.storage.lease import Lease, claim
@@ -18,16 +19,21 @@ from elastic.protocol.wire import UnreadableJournal
 
 
 def open_run(
-    run: Storage, cluster: str = "", actor: str = "", due: tuple[tuple[int, Event], ...] = ()
+    run: Storage,
+    cluster: str = "",
+    actor: str = "",
+    due: tuple[tuple[int, Event], ...] = (),
+    heir_patience_s: float = STORAGE_PATIENCE_S,
 ) -> tuple[Lease, Shell]:
-    """Claim a run's lease and replay its journal; `cluster` and `actor` as for `claim`.
+    """Claim a run's lease and replay its journal; `cluster` and `actor` as for `claim`,
+    `heir_patience_s` as for `Shell`.
 
     Raises `RunTaken` if another process drives the run, `RunRefused` if it cannot be opened,
     `OSError` if the storage refuses.
     """
     lease = claim(run, cluster, actor)
     try:
-        return lease, Shell(run, lease, due)
+        return lease, Shell(run, lease, due, heir_patience_s=heir_patience_s)
     except UnreadableJournal as error:
         lease.release()
         raise RunRefused(

@@ -26,21 +26,14 @@ from actors.storage.storage import Storage
 from elastic.protocol.commands import (
     Command,
     DropCheckpoints,
-    LayoutAnswered,
-    NodeQuarantined,
-    NodeReleased,
     PublishCheckpoint,
     RecordStep,
-    Replaced,
-    Resharded,
     Resume,
-    RolledBack,
     SetAside,
     Stopped,
-    Waited,
-    Warned,
 )
 from elastic.protocol.events import Checkpointed, Event, PartFailed, Woke
+from elastic.protocol.notes import Note
 from elastic.protocol.votes import StepRecord
 from elastic.protocol.wire import command_line, metrics_row
 from elastic.replay.journal_lines import SILENT, JournalWriter
@@ -67,11 +60,13 @@ class ControllerSession:
         self._lease = lease
         self._inbox = JoinedInbox(parts.make_inbox())
         self._journal = parts.open_journal(LineLog(run, JOURNAL), lease)
-        self._metrics = parts.open_metrics(LineLog(run, METRICS), lease)
+        opened = [self._journal]
         try:
+            self._metrics = parts.open_metrics(LineLog(run, METRICS), lease)
+            opened.append(self._metrics)
             self._before = replay_of(lease, LineLog(run, JOURNAL))
         except Exception:
-            close_logs((self._journal, self._metrics), patience_s=0.0)
+            close_logs(opened, patience_s=0.0)
             raise
         self._core = parts.make_core(self._before.core.state)
         self._writer = JournalWriter(
@@ -216,10 +211,8 @@ class ControllerSession:
                 self.has_trained = True
             case Stopped():
                 self.outcome = command
-            case Resharded() | RolledBack() | Warned() | Waited() | LayoutAnswered():
+            case _ if isinstance(command, Note):
                 pass  # the journal line is all that it needs
-            case Replaced() | NodeQuarantined() | NodeReleased():
-                pass  # the same
             case _:
                 if isinstance(command, Resume):
                     self._detector.note_members(command.workers)

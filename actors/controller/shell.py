@@ -35,11 +35,12 @@ class Shell(ControllerSession):
         lease: Lease,
         due: tuple[tuple[int, Event], ...] = (),
         parts: ShellParts | None = None,
+        heir_patience_s: float = STORAGE_PATIENCE_S,
     ) -> None:
         """`due` are events to post once their step has committed; `parts` are those of a real run
-        by default."""
+        by default. A restarted controller waits so long for storage while it takes the run over."""
         super().__init__(run, lease, due, parts)
-        patience_s = STORAGE_PATIENCE_S if self._is_heir() else FIRST_PATIENCE_S
+        patience_s = heir_patience_s if self._is_heir() else FIRST_PATIENCE_S
         counted = self._core.state.errors.counts.keys()
         sleep, monotonic = self._parts.sleep, self._parts.monotonic
         self._survivor_generation = 0

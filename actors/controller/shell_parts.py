@@ -132,7 +132,7 @@ def open_metrics(metrics: LineLog, lease: Lease) -> Lines:
 
 def open_detector(fleet: Fleet, post: Post, state: ControllerState, silence_s: float) -> Detector:
     """Start the failure detector; the members in `state` may be training already."""
-    members, step_s = state.live.members(), state.steps.median_s()
+    members, step_s = state.live.members(), state.steps.measured.median_s()
     return Watch(fleet, post, silence_s, state.generation, members, step_s)
 
 

@@ -17,8 +17,8 @@ from elastic.controller.controller_errors import MAX_IN_A_ROW
 from elastic.protocol.controller_events import ControllerRaised, ControllerRecovered
 
 STORAGE_PATIENCE_S = 150.0
-"""How long a restarted controller waits for storage. Less than the driver waits for a controller
-that does not come back."""
+"""How long a restarted controller waits for storage, unless its run is detached. Less than the
+driver waits for a controller that does not come back."""
 FIRST_PATIENCE_S = 15.0
 """How long a first controller waits for storage: the user waits for its answer."""
 RETRY_EVERY_S = 1.0

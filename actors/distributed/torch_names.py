@@ -84,6 +84,9 @@ NCCL_NAMES = {"torch.distributed.ProcessGroupNCCL.Options": ("_timeout", "config
 MODULE_NAMES = ("_buffers", "_modules", "_non_persistent_buffers_set", "_parameters")
 """Attributes of every module, which its constructor sets."""
 
+OPTIMIZER_NAMES = ("_optimizer_step_post_hooks", "_optimizer_step_pre_hooks")
+"""Attributes of every optimizer, which its constructor sets."""
+
 
 def missing_names() -> list[str]:
     """The private names that the installed torch lacks."""
@@ -92,8 +95,10 @@ def missing_names() -> list[str]:
         f"{owner}.{name}" for owner, members in names.items() for name in _missing(owner, members)
     ]
     missing += [" or ".join(row) for row in ALTERNATIVES if all(map(_is_missing, row))]
-    module = torch.nn.Module()
-    return missing + [f"torch.nn.Module().{n}" for n in MODULE_NAMES if not hasattr(module, n)]
+    module, optimizer = torch.nn.Module(), torch.optim.SGD([torch.empty(0)])
+    missing += [f"torch.nn.Module().{n}" for n in MODULE_NAMES if not hasattr(module, n)]
+    missing += [f"torch.optim.SGD().{n}" for n in OPTIMIZER_NAMES if not hasattr(optimizer, n)]
+    return missing
 
 
 def refuse_unknown_torch() -> None:

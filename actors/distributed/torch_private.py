@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils.data._utils import worker as data_worker
 
@@ -108,6 +109,14 @@ def has_gradient_hook(parameter: Tensor) -> bool:
     No public function says so.
     """
     return bool(parameter._backward_hooks or parameter._post_accumulate_grad_hooks)
+
+
+def has_step_hook(optimizer: Optimizer) -> bool:
+    """Whether a function is registered that is called before or after the optimizer's step.
+
+    No public function says so.
+    """
+    return bool(optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks)
 
 
 def detached_in_mode(tensor: Tensor) -> Tensor:

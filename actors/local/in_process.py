@@ -140,7 +140,7 @@ class InProcessFleet:
     def query_snapshot_servers(self, nodes: Sequence[str], generation: int) -> None:
         """Do nothing: there are no snapshot servers."""
 
-    def forget_snapshots(self, nodes: Sequence[str], generation: int) -> None:
+    def forget_snapshots(self, nodes: Sequence[str], generation: int, kept_generation: int) -> None:
         """Do nothing: there are no snapshots."""
 
     def probe_snapshot_server(self, node: str) -> Future[None]:

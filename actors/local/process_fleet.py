@@ -36,7 +36,7 @@ START = multiprocessing.get_context("forkserver")
 """Children are forked from a server that has imported torch and the program, but has formed no
 groups: they start in a fraction of a second."""
 
-PRELOADED = ("actors.worker.worker", "torch.distributed.pipelining")
+PRELOADED = "actors.local.preloaded"
 HOST = "127.0.0.1"
 NODE = "this-machine"
 
@@ -67,7 +67,7 @@ class ProcessFleet:
     ) -> None:
         """`node_of` assigns workers to simulated nodes. A worker whose node is quarantined goes to
         another node that has workers, or waits."""
-        START.set_forkserver_preload([*PRELOADED, program.target.partition(":")[0]])
+        START.set_forkserver_preload([program.target.partition(":")[0], PRELOADED])
         self._host = listen_address(options.network, HOST)
         self._program = program
         self._options = options
@@ -120,8 +120,8 @@ class ProcessFleet:
     def query_snapshot_servers(self, nodes: Sequence[str], generation: int) -> None:
         self._inform_snapshot_servers(nodes, (True, generation))
 
-    def forget_snapshots(self, nodes: Sequence[str], generation: int) -> None:
-        self._inform_snapshot_servers(nodes, (False, generation))
+    def forget_snapshots(self, nodes: Sequence[str], generation: int, kept_generation: int) -> None:
+        self._inform_snapshot_servers(nodes, (False, generation, kept_generation))
 
     def stop_worker(self, worker: str) -> None:
         if worker in self._waiting:
@@ -176,7 +176,7 @@ class ProcessFleet:
         self._wake_reader.close()
         self._woken.close()
 
-    def _inform_snapshot_servers(self, nodes: Sequence[str], message: tuple[bool, int]) -> None:
+    def _inform_snapshot_servers(self, nodes: Sequence[str], message: tuple[int, ...]) -> None:
         for node in nodes:
             with self._lock:
                 child = self._snapshot_servers.get(node)

@@ -21,6 +21,10 @@ END_TIMEOUT_S = 10.0
 GREET_EVERY_S = 1.0
 
 
+def controller_name(run_name: str) -> str:
+    return f"{run_name}:controller"
+
+
 def actor_names() -> list[str]:
     """The names of all runs' actors on this cluster."""
     actors = ray.util.list_named_actors(all_namespaces=True)
@@ -55,6 +59,14 @@ def newest_last(actors: dict[str, Any]) -> list[Any]:
 def newest_by_node(actors: dict[str, Any]) -> dict[str, Any]:
     """The newest snapshot server or agent of each node, by the node in its name."""
     return {name.split("-")[2]: actors[name] for name in sorted(actors, key=_time_of)}
+
+
+def end_actors(run_name: str, but: str = "") -> None:
+    """End every actor that a run still has on the joined cluster, except the one named `but`."""
+    for name in actor_names():
+        if name.rpartition(":")[0] == run_name and name != but:
+            with suppress(ValueError):  # it has ended meanwhile
+                ray.kill(actor_of(name))
 
 
 def end_and_wait(run_name: str, names: Iterable[str]) -> None:

@@ -8,6 +8,7 @@ import time
 import warnings
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from math import inf
 from typing import Any
 
 import ray
@@ -16,7 +17,7 @@ from actors.controller.layout_requests import LayoutReply, send_layout_request
 from actors.controller.run import RunSpec
 from actors.controller.run_opening import open_run, outcome_of
 from actors.controller.start_guard import STORAGE_PATIENCE_S
-from actors.ray_backend.actor_names import Greeter
+from actors.ray_backend.actor_names import Greeter, controller_name, end_actors
 from actors.ray_backend.cluster.head_watch import HeadWatch
 from actors.ray_backend.cluster.node_labels import head_host
 from actors.ray_backend.fleet import RayFleet
@@ -28,7 +29,7 @@ from actors.storage.errors import RunRefused, UnsuitableMachine
 from actors.storage.file_names import SYSTEM
 from actors.storage.line_logs import LineLog
 from actors.storage.line_writers import open_lines
-from actors.storage.storage import Storage, open_storage
+from actors.storage.storage import open_storage
 from elastic.geometry.target_layout import TargetLayout
 from elastic.protocol.commands import Stopped
 from elastic.protocol.events import Event, StopRequested
@@ -86,20 +87,22 @@ class RayController:
     falls silent."""
 
     def __init__(self, run: RunSpec) -> None:
-        if run.sources not in ("", digest_of_sources()):
-            raise RunRefused(OTHER_SOURCES.format(ray.util.get_node_ip_address()))
-        _refuse_network(run.options.network)
         self._run = run
         self._driver_silence_s = 0.0
         self._is_stopping = False
         self._me = ray.get_runtime_context()
-        self._orphan_guard = OrphanGuard(run.orphan_timeout_s, self._end)
         self._progress = DriverReport()
         self._ended = threading.Event()
         with warnings.catch_warnings(action="ignore"):  # Ray uses a deprecated API of its own here
             is_restarted = self._me.was_current_actor_reconstructed
         self._greeter = Greeter(run.name) if is_restarted else None
-        self._open_run(open_storage(run.folder), is_restarted)
+        try:
+            self._open_run(is_restarted)
+        except Exception:
+            if is_restarted:  # Ray does not restart it once more, so no process drives the run
+                with suppress(ray.exceptions.RayError):  # the cluster is gone, and its actors, too
+                    end_actors(run.name, but=controller_name(run.name))
+            raise
         self._fleet = RayFleet(
             run.name,
             run.program,
@@ -110,6 +113,7 @@ class RayController:
             self._lease.epoch,
         )
         self._head = HeadWatch(self._me.gcs_address, run.head_patience_s, self._note_head_gone)
+        self._orphan_guard = OrphanGuard(run.orphan_timeout_s, self._end)
         epoch, is_heir = self._lease.epoch, self._lease.since < self._lease.epoch
         self._observers = make_observers(
             run.name, run.observers, run.orphan_timeout_s, epoch, is_heir
@@ -118,29 +122,33 @@ class RayController:
         threading.Thread(target=self._drive, name="controller", daemon=True).start()
         threading.Thread(target=self._attend, name="attendance", daemon=True).start()
 
-    def _open_run(self, storage: Storage, is_restarted: bool) -> None:
+    def _open_run(self, is_restarted: bool) -> None:
         """Open the run. If storage does not answer, a restarted controller retries, since its run
-        still trains."""
-        deadline = time.monotonic()
-        if is_restarted:
-            deadline += STORAGE_PATIENCE_S
+        still trains; without limit if no driver waits for the run."""
+        run = self._run
+        if run.sources not in ("", digest_of_sources()):
+            raise RunRefused(OTHER_SOURCES.format(ray.util.get_node_ip_address()))
+        _refuse_network(run.options.network)
+        storage = open_storage(run.folder)
+        heir_patience_s = inf if run.detached else STORAGE_PATIENCE_S
+        deadline = time.monotonic() + (heir_patience_s if is_restarted else 0.0)
         while True:
             try:
                 self._lease, self._shell = open_run(
                     storage,
                     self._me.gcs_address,
                     self._me.get_actor_id(),
-                    self._run.draining_workers,
+                    run.draining_workers,
+                    heir_patience_s,
                 )
-                self._samples = open_lines(
-                    LineLog(storage, SYSTEM), self._lease.epoch, self._lease.check_now
-                )
-                return
+                break
             except OSError as error:
                 if time.monotonic() > deadline:
                     cause = f"the run cannot be opened, storage does not answer ({error})"
                     raise RunRefused(f"{storage.url}: {cause}") from None
                 time.sleep(1.0)
+        log, check = LineLog(storage, SYSTEM), self._lease.check_now
+        self._samples = open_lines(log, self._lease.epoch, check, opens_later=True)
 
     @ray.method(concurrency_group="reports")
     def report(self, incarnation: int, *events: Event) -> None:
@@ -229,10 +237,12 @@ class RayController:
         return is_time and not self._head.is_gone
 
     def _end(self) -> None:
-        """End this actor for good: Ray restarts one that ends by a signal."""
+        """End this actor for good, and all others of the run, whose workers may still be pending.
+        Ray restarts an actor that ends by a signal."""
         if self._head.is_gone:  # Ray cannot restart it, and `ray.kill` would wait
             end_process()
         with suppress(ray.exceptions.RayError, ValueError):  # then a signal ends it
+            end_actors(self._run.name, but=controller_name(self._run.name))
             ray.kill(self._me.current_actor)
             time.sleep(END_PATIENCE_S)
         end_process()

@@ -1,12 +1,14 @@
-"""The part of a detached actor that ties its process to the run (invariant 12)."""
+"""Detached actors: their creation, and what ties their processes to the run (invariant 12)."""
 
 from __future__ import annotations
 
 import threading
-from typing import ClassVar
+from functools import cache
+from typing import Any, ClassVar
 
 import ray
 
+from actors.ray_backend.actor_names import NAMESPACE
 from actors.runtime.orphan_guard import OrphanGuard, end_process
 
 
@@ -33,3 +35,21 @@ class DetachedActor:
     def live(self) -> None:
         """Never return: the end of this call reports the end of the process."""
         threading.Event().wait()
+
+
+def detached(run_name: str, kind: type, name: str, **options: Any) -> Any:
+    """The class of a named actor of a run, whose `remote` starts it; `options` are Ray's."""
+    return _remote_class(kind).options(
+        name=f"{run_name}:{name}",
+        namespace=NAMESPACE,
+        lifetime="detached",
+        max_restarts=0,
+        enable_task_events=False,  # nothing reads events of single calls, and they cost time
+        **options,
+    )
+
+
+@cache
+def _remote_class(kind: type) -> Any:
+    """Ray pickles and exports a class again for each call of `ray.remote`."""
+    return ray.remote(concurrency_groups=getattr(kind, "GROUPS", {}))(kind)

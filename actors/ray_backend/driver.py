@@ -13,7 +13,13 @@ import ray
 
 from actors.controller.layout_requests import LayoutReply
 from actors.controller.run import RunSpec
-from actors.ray_backend.actor_names import NAMESPACE, actor_names, actor_of
+from actors.ray_backend.actor_names import (
+    NAMESPACE,
+    actor_names,
+    actor_of,
+    controller_name,
+    end_actors,
+)
 from actors.ray_backend.cluster.connection import check_reachable, in_one_line, join
 from actors.ray_backend.cluster.ray_private import (
     ON_HEAD,
@@ -215,20 +221,6 @@ def _end_private_cluster() -> None:
         guard.close()
 
 
-def end_actors(run_name: str) -> None:
-    """End every actor that a run still has on the joined cluster."""
-    for name in actor_names():
-        if name.startswith(f"{run_name}:"):
-            _end(name)
-
-
-def _end(name: str) -> None:
-    try:
-        ray.kill(actor_of(name))
-    except ValueError:
-        return  # it has ended meanwhile
-
-
 class Drive:
     """A running run, as its driver sees it."""
 
@@ -236,7 +228,7 @@ class Drive:
         """Start a controller. Raises `RunTaken` if another process drives the run, `RunRefused` if
         it cannot be opened."""
         self.began = time.time()
-        name = _controller_name(run.name)
+        name = controller_name(run.name)
         if name in actor_names():
             _await_end(name)
         kind = ray.remote(concurrency_groups=CONTROLLER_GROUPS)(RayController).options(
@@ -295,7 +287,7 @@ def send_layout_request(
     The request is repeated if the controller restarts. Raises `RunNotDriven` or `ControllerLost`.
     """
     try:
-        controller = actor_of(_controller_name(run_name))
+        controller = actor_of(controller_name(run_name))
     except ValueError:
         raise RunNotDriven(run_name) from None
     reply: LayoutReply = _call(
@@ -303,10 +295,6 @@ def send_layout_request(
         patience_s + ANSWER_TIMEOUT_S,
     )
     return reply
-
-
-def _controller_name(run_name: str) -> str:
-    return f"{run_name}:controller"
 
 
 def _await_end(name: str) -> None:
@@ -324,7 +312,8 @@ def _await_end(name: str) -> None:
             raise RunTaken(_TAKEN.format(name.rpartition(":")[0]))
         silence_s = progress.driver_silence_s
         time.sleep(SHOW_EVERY_S)
-    _end(name)
+    with suppress(ValueError):  # it has ended meanwhile
+        ray.kill(actor_of(name))
 
 
 def _call(send: Callable[[], Any], timeout_s: float = ANSWER_TIMEOUT_S) -> Any:

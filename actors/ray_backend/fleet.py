@@ -11,13 +11,15 @@ from concurrent.futures import Future
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from math import inf
 from typing import Any
 
 import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from actors.controller.fleet import missing
-from actors.notices import TimedNotice, watch_this_machine, with_time_left
+from actors.controller.guard import describe
+from actors.notices import watch_this_machine, with_time_left
 from actors.ray_backend.actor_losses import (
     cause_of,
     end_unreachable,
@@ -26,20 +28,23 @@ from actors.ray_backend.actor_losses import (
     report_loss,
 )
 from actors.ray_backend.actor_names import (
-    NAMESPACE,
     end_and_wait,
     find_actors,
     newest_by_node,
     newest_last,
 )
+from actors.ray_backend.cluster.node_agents import NodeAgents
 from actors.ray_backend.cluster.node_drains import Drains
-from actors.ray_backend.cluster.node_labels import exclude_nodes
+from actors.ray_backend.cluster.node_labels import placement_labels
 from actors.ray_backend.cluster.ray_private import ON_HEAD
+from actors.ray_backend.cluster.start_queue import StartQueue
+from actors.ray_backend.detached_actor import detached
 from actors.ray_backend.snapshot_servers import RaySnapshotServer, SnapshotServers
 from actors.ray_backend.worker import RayAgent, RayStore, RayWorker
 from actors.runtime.factory import Factory
 from actors.worker.worker_options import Envelope, WorkerOptions
 from elastic.protocol.commands import Order, StartWorkers
+from elastic.protocol.controller_events import WorkerPlaced
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import Event, StoreLost, StoreReady, WorkerLost
 
@@ -60,7 +65,8 @@ class _WorkerRecord:
     actor: Any
     node: str = ""
     pid: int = 0
-    started: float = float("inf")
+    started: float = inf
+    market: str = ""
     is_ending: bool = False
     """Once ordered to end, the worker gets no more probes: if the order is lost, it ends as an
     orphan."""
@@ -91,13 +97,13 @@ class RayFleet:
         self._controller = ray.get_runtime_context().current_actor
         self._records: dict[str, _WorkerRecord] = {}
         self._probed: set[str] = set()
-        self._agents: dict[str, Any] = {}
-        self._heard: set[str] = set()
         self._servers = SnapshotServers(
             run_name, self._start_server, post, has_standbys=options.snapshot_every != 0
         )
+        self._starts = StartQueue(self._start_failed)
         self._store: Any = None
         self._drains = Drains(post)
+        self._agents = NodeAgents(self._start_agent, self._node, self._drains)
         self._watcher = watch_this_machine()
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -110,7 +116,7 @@ class RayFleet:
 
     def start_store(self) -> None:
         name = f"store-{self._incarnation}-{time.monotonic_ns()}"
-        kind = self._detached(RayStore, name, num_cpus=0, resources=ON_HEAD)
+        kind = detached(self._run_name, RayStore, name, num_cpus=0, resources=ON_HEAD)
         self._take_store(kind.remote(self._options.network, self._orphan_timeout_s))
 
     def _take_store(self, store: Any) -> None:
@@ -119,18 +125,24 @@ class RayFleet:
         self._when_done(store.live.remote(), self._store_lost)
 
     def start_workers(self, command: StartWorkers) -> None:
-        options = self._resources | exclude_nodes(command.quarantined)
+        options = self._resources | placement_labels(command.quarantined, command.market)
         for worker in command.workers:
-            actor = self._detached(RayWorker, worker, **options).remote(
-                worker,
-                self._program,
-                self._options,
-                self._controller,
-                self._incarnation,
-                self._orphan_timeout_s,
-                command.peers,
-            )
-            self._add_worker(worker, _WorkerRecord(actor))
+            self._starts.add(worker, partial(self._start_worker, worker, options, command))
+
+    def _start_worker(self, worker: str, options: dict[str, Any], command: StartWorkers) -> None:
+        actor = detached(self._run_name, RayWorker, worker, **options).remote(
+            worker,
+            self._program,
+            self._options,
+            self._controller,
+            self._incarnation,
+            self._orphan_timeout_s,
+            command.peers,
+        )
+        self._add_worker(worker, _WorkerRecord(actor, market=command.market))
+
+    def _start_failed(self, worker: str, error: Exception) -> None:
+        self._post(WorkerLost(worker, f"it cannot be started: {describe('', error).message}"))
 
     def _add_worker(self, worker: str, record: _WorkerRecord) -> None:
         with self._lock:
@@ -145,7 +157,7 @@ class RayFleet:
     def _start_server(self, node: str) -> Any:
         name = f"snapshot_server-{self._incarnation}-{node}-{time.monotonic_ns()}"
         placement = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
-        kind = self._detached(RaySnapshotServer, name, num_cpus=0, **placement)
+        kind = detached(self._run_name, RaySnapshotServer, name, num_cpus=0, **placement)
         options = self._options
         return kind.remote(
             options.network, options.secret, options.max_snapshot_bytes, self._orphan_timeout_s
@@ -154,16 +166,19 @@ class RayFleet:
     def query_snapshot_servers(self, nodes: Sequence[str], generation: int) -> None:
         self._servers.query(nodes, generation)
 
-    def forget_snapshots(self, nodes: Sequence[str], generation: int) -> None:
-        self._servers.forget(nodes, generation)
+    def forget_snapshots(self, nodes: Sequence[str], generation: int, kept_generation: int) -> None:
+        self._servers.forget(nodes, generation, kept_generation)
 
     def stop_worker(self, worker: str) -> None:
+        if self._starts.cancel(worker):
+            self._post(WorkerLost(worker, "it was stopped before it was started"))
+            return
         with self._lock:
             record = self._records.get(worker)
             if record is None:
                 return
             self._records[worker] = replace(record, is_ending=True)
-            agent = self._agents.get(record.node)
+        agent = self._agents.agent_of(record.node)
         if record.pid and record.node == self._node:
             with suppress(ProcessLookupError):  # it has ended already
                 os.kill(record.pid, signal.SIGKILL)
@@ -194,7 +209,7 @@ class RayFleet:
     def process_state(self, worker: str) -> Future[str]:
         with self._lock:
             record = self._records.get(worker, _WorkerRecord(None))
-            agent = self._agents.get(record.node) if record.node in self._heard else None
+        agent = self._agents.agent_of(record.node, has_answered=True)
         return query_state(record.pid, record.node == self._node, agent)
 
     def probe_snapshot_server(self, node: str) -> Future[None]:
@@ -219,23 +234,23 @@ class RayFleet:
         """See `Survivors`."""
         self._attach_store(state)
         self._servers.attach(state)
-        with self._lock:
-            self._agents.update(newest_by_node(find_actors(self._run_name, "agent")))
+        self._agents.attach(newest_by_node(find_actors(self._run_name, "agent")))
         workers = find_actors(self._run_name)
         end_and_wait(self._run_name, workers.keys() - state.membership.records.keys())
         for worker in sorted(state.membership.records):
             if worker in workers:
                 workers[worker].meet.remote(self._incarnation, state.committed_step)
                 known = state.membership.records[worker]  # a stopped worker cannot report its node
-                self._add_worker(
-                    worker,
-                    _WorkerRecord(workers[worker], known.node, known.pid, time.monotonic()),
-                )
+                started = time.monotonic() if known.node else inf  # else it may be pending
+                place = known.node, known.pid, started, known.market
+                record = _WorkerRecord(workers[worker], *place)
+                self._add_worker(worker, record)
             elif worker in state.membership.warm:
                 self._post(WorkerLost(worker, GONE))
             else:
-                quarantined = state.membership.records[worker].quarantined
-                self.start_workers(StartWorkers((worker,), quarantined))
+                known = state.membership.records[worker]
+                start = StartWorkers((worker,), known.quarantined, market=known.market)
+                self.start_workers(start)
 
     def end_survivors(self) -> None:
         """See `Survivors`."""
@@ -258,6 +273,7 @@ class RayFleet:
         self._closed.set()
         self._has_started.set()
         self._watcher.close()
+        self._starts.close(CLOSE_TIMEOUT_S)
         with self._lock:
             workers = list(self._records)
         for worker in workers:
@@ -271,24 +287,9 @@ class RayFleet:
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
         while (self._records or len(self._servers)) and time.monotonic() < deadline:
             time.sleep(0.02)
-        self._end_agents()  # only after they have ended the workers
-
-    def _end_agents(self) -> None:
-        with self._lock:
-            agents = list(self._agents.values())
-        for agent in agents:
-            ray.kill(agent)
-
-    def _detached(self, kind: type, name: str, **options: Any) -> Any:
-        groups = getattr(kind, "GROUPS", {})
-        return ray.remote(concurrency_groups=groups)(kind).options(
-            name=f"{self._run_name}:{name}",
-            namespace=NAMESPACE,
-            lifetime="detached",
-            max_restarts=0,
-            enable_task_events=False,  # nothing reads events of single calls, and they cost time
-            **options,
-        )
+        self._agents.close()  # only after they have ended the workers
+        with suppress(ray.exceptions.RayError):  # the cluster is gone, and its actors with it
+            self.end_survivors()  # those of a dead controller that were not taken over
 
     def _when_done(self, answer: Any, then: Callable[[Future[Any]], None]) -> None:
         answer.future().add_done_callback(then)
@@ -305,12 +306,15 @@ class RayFleet:
         """Note where a worker runs, so that a signal can end it."""
         if answer.exception() is not None:
             return  # it died, which the end of `live` reports
+        node, pid = answer.result()
         with self._lock:
-            if worker in self._records:
-                node, pid = answer.result()
+            record = self._records.get(worker)
+            if record is not None:
                 self._records[worker] = replace(
-                    self._records[worker], node=node, pid=pid, started=time.monotonic()
+                    record, node=node, pid=pid, started=time.monotonic()
                 )
+        if record is not None and record.market:
+            self._post(WorkerPlaced(worker, node))
         self._has_started.set()
 
     def _worker_lost(self, worker: str, life: Future[Any]) -> None:
@@ -325,26 +329,13 @@ class RayFleet:
         while not self._closed.wait(HEARTBEAT_S):
             with self._lock:
                 workers = list(self._records.items())
-                agents = list(self._agents.items())
             for worker, record in workers:
                 if record.pid and not record.is_ending and worker not in self._probed:
                     record.actor.signs_of_life.remote()
             self._servers.beat()
             if self._store is not None:
                 self._store.hear.remote()
-            for node, agent in agents:
-                self._when_done(agent.hear.remote(), partial(self._agent_heard, node))
-
-    def _agent_heard(self, node: str, answer: Future[TimedNotice | None]) -> None:
-        """Take an agent's notice, or note its loss: then `ray.kill` does its work until the node
-        has another agent."""
-        if answer.exception() is None:
-            self._heard.add(node)
-            self._drains.take(node, answer.result())
-            return
-        with self._lock:
-            self._heard.discard(node)
-            self._agents.pop(node, None)
+            self._agents.beat()
 
     def _exchange_notices(self) -> None:
         """Take this machine's own notices, since it has no agent, and exchange notices with Ray
@@ -362,34 +353,25 @@ class RayFleet:
                 with_workers = {record.node for record in self._records.values()} - {""}
             with suppress(ray.exceptions.RayError, ValueError):  # try again at the next interval
                 self._servers.keep_standbys(with_workers)
-                self._keep_agents()
+                self._keep_agents(with_workers)
             nodes = with_workers | self._servers.nodes
             if self._node in nodes:
                 self._drains.take(self._node, with_time_left(self._watcher.notice))
             with suppress(ray.exceptions.RayError):  # try again at the next interval
                 self._drains.exchange(nodes)
 
-    def _keep_agents(self) -> None:
-        """Start an agent on each node that has had workers for long enough, and end the agents on
-        nodes without workers."""
+    def _keep_agents(self, with_workers: set[str]) -> None:
+        """Keep an agent on each node that has had workers for long enough."""
+        old = time.monotonic() - AGENT_DELAY_S
         with self._lock:
-            old = time.monotonic() - AGENT_DELAY_S
             nodes = {record.node for record in self._records.values() if record.started < old}
-            lacking = sorted(nodes - self._agents.keys() - {self._node})
-            deserted = self._agents.keys() - {record.node for record in self._records.values()}
-            self._heard -= deserted
-            idle = [self._agents.pop(node) for node in deserted]
-        for agent in idle:
-            ray.kill(agent)  # else its node would not be idle, and never be released
-        for node in lacking:
-            options = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
-            name = f"agent-{self._incarnation}-{node}-{time.monotonic_ns()}"
-            kind = self._detached(RayAgent, name, num_cpus=0, **options)
-            agent = kind.remote(self._orphan_timeout_s)
-            with self._lock:
-                self._agents[node] = agent
-        if self._closed.is_set():
-            self._end_agents()
+        self._agents.keep(nodes, with_workers)
+
+    def _start_agent(self, node: str) -> Any:
+        name = f"agent-{self._incarnation}-{node}-{time.monotonic_ns()}"
+        placement = {"scheduling_strategy": NodeAffinitySchedulingStrategy(node, soft=False)}
+        kind = detached(self._run_name, RayAgent, name, num_cpus=0, **placement)
+        return kind.remote(self._orphan_timeout_s)
 
 
 def _end_directly(actor: Any) -> None:

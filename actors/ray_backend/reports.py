@@ -9,7 +9,7 @@ from typing import Any
 
 from elastic.protocol.commands import Order
 from elastic.protocol.events import ComputeTimed, Event, StepCommitted
-from elastic.protocol.reattachment import Outbox
+from elastic.replay.reattachment import Outbox
 
 STEPS_EVERY_S = 0.25
 """A message costs both sides a millisecond of a core. The controller is not on the path of a step,

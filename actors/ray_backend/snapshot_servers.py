@@ -55,8 +55,8 @@ class RaySnapshotServer(DetachedActor):
     def report(self, generation: int) -> SnapshotServerReported:
         return self._server.report(generation)
 
-    def forget(self, generation: int) -> None:
-        self._server.forget(generation)
+    def forget(self, generation: int, kept_generation: int) -> None:
+        self._server.forget(generation, kept_generation)
 
 
 class SnapshotServers:
@@ -100,9 +100,9 @@ class SnapshotServers:
         for server in self._on(nodes):
             _when_done(server.report.remote(generation), self._post_report)
 
-    def forget(self, nodes: Sequence[str], generation: int) -> None:
+    def forget(self, nodes: Sequence[str], generation: int, kept_generation: int) -> None:
         for server in self._on(nodes):
-            server.forget.remote(generation)
+            server.forget.remote(generation, kept_generation)
 
     def probe(self, node: str) -> Future[None] | None:
         """The answer to a probe; None if the node has no active snapshot server."""
@@ -118,7 +118,7 @@ class SnapshotServers:
 
     def attach(self, state: ControllerState) -> None:
         """See `Survivors`. A snapshot server that the journal does not know is a standby."""
-        expected = state.snapshots.servers.keys() | state.snapshots.starting
+        expected = state.snapshots.servers.keys() | state.snapshots.starting_since.keys()
         survivors = newest_by_node(find_actors(self._run_name, "snapshot_server"))
         for node, server in sorted(survivors.items()):
             if node in expected:
@@ -127,7 +127,7 @@ class SnapshotServers:
                 self._note_standby(node, server)
         for node in sorted(state.snapshots.servers.keys() - survivors.keys()):
             self._post(SnapshotServerLost(node, "it was gone when the controller came back"))
-        for node in sorted(state.snapshots.starting - survivors.keys()):
+        for node in sorted(state.snapshots.starting_since.keys() - survivors.keys()):
             self.start(node)
 
     def keep_standbys(self, nodes: Collection[str]) -> None:
@@ -168,7 +168,7 @@ class SnapshotServers:
         with self._lock:
             self._active[node] = server
         _when_done(server.snapshot_server.remote(), self._ready)
-        _when_done(server.live.remote(), partial(self._lost, node))
+        _when_done(server.live.remote(), partial(self._lost, node, server))
 
     def _note_standby(self, node: str, server: Any) -> None:
         with self._lock:
@@ -187,9 +187,11 @@ class SnapshotServers:
         if answer.exception() is None:
             self._post(answer.result())
 
-    def _lost(self, node: str, life: Future[Any]) -> None:
+    def _lost(self, node: str, server: Any, life: Future[Any]) -> None:
         with self._lock:
-            self._active.pop(node, None)
+            if self._active.get(node) is not server:
+                return  # it was stopped while it started, and another has been started since
+            del self._active[node]
         if not self._is_closed:
             self._post(SnapshotServerLost(node, cause_of(life.exception())))
 

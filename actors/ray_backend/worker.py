@@ -19,7 +19,12 @@ import ray
 
 from actors.controller.fleet import process_state
 from actors.notices import TimedNotice, watch_this_machine, with_time_left
-from actors.ray_backend.cluster.node_labels import head_host, node_type_here, place_here
+from actors.ray_backend.cluster.node_labels import (
+    head_host,
+    market_here,
+    node_type_here,
+    place_here,
+)
 from actors.ray_backend.cluster.sessions import ignore_signals
 from actors.ray_backend.detached_actor import DetachedActor
 from actors.ray_backend.reports import Reports
@@ -56,7 +61,7 @@ class RayWorker:
         ignore_signals()
         self._name = name
         self._place = place_here()
-        self._node_type = node_type_here()
+        self._node_type, self._market = node_type_here(), market_here()
         self._controller = controller
         self._orphan_guard = OrphanGuard(orphan_timeout_s)
         self._reports = Reports(controller, incarnation)
@@ -118,7 +123,7 @@ class RayWorker:
 
     def _report(self, event: Event) -> None:
         if isinstance(event, WorkerReady):
-            event = replace(event, node_type=self._node_type)
+            event = replace(event, node_type=self._node_type, market=self._market)
         self._reports.add(event)
         if isinstance(event, WorkerReady | Paused | WorkerRaised):
             self._sample_now.set()

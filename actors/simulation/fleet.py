@@ -63,7 +63,7 @@ class SimulatedFleet:
                 slots = self._gang.snapshots.slots(node)
                 self._post_soon(SnapshotServerReported(node, generation, slots))
 
-    def forget_snapshots(self, nodes: Sequence[str], generation: int) -> None:
+    def forget_snapshots(self, nodes: Sequence[str], generation: int, kept_generation: int) -> None:
         """Nothing: the record of snapshots ends with the next snapshot."""
 
     def lose_node(self, node: str) -> None:

@@ -232,8 +232,10 @@ class Gang:
             for worker in self._cluster.alive(order.workers):
                 step = NOTHING_HELD if worker.step is None else worker.step
                 is_current = vote is not None and vote.step == step
+                seen = vote if is_current else None
+                saving_step = self._writes.begun_step
                 self._post(
-                    Quiesced(worker.name, order.generation, step, vote if is_current else None)
+                    Quiesced(worker.name, order.generation, step, seen, saving_step=saving_step)
                 )
 
         self._timeline.after(self._costs.unwind_s, end)

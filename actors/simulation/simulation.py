@@ -22,6 +22,7 @@ from actors.storage.memory_storage import MemoryStorage
 from elastic.controller.core import Core
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Job
+from elastic.planner.market.exchange import ON_DEMAND, SPOT
 from elastic.protocol.commands import Stopped
 from elastic.protocol.controller_events import ControllerRaised
 from elastic.protocol.controller_state import ControllerState
@@ -54,11 +55,16 @@ class SimulatedRun:
 
 @dataclass(frozen=True, slots=True)
 class SimulationResult:
-    """The outcome of a run, its ledger, and when it ended, at the latest with its trace."""
+    """The outcome of a run, its ledger, and when it ended, at the latest with its trace.
+
+    `spot_s` and `on_demand_s` are the seconds of all machines that it used until then.
+    """
 
     outcome: Stopped
     ledger: Ledger
     end_s: float
+    spot_s: float
+    on_demand_s: float
 
 
 class SimulationFailed(RuntimeError):
@@ -147,7 +153,10 @@ class SimulatedController:
         opening = RunOpened(0, run.policy, run.target_layout, run.job)
         outcome = self._shell.run(checked_fleet, opening)
         end_s = self._timeline.now if self._end_s is None else self._end_s
-        return SimulationResult(outcome, self._gang.ledger, end_s)
+        spot_s, on_demand_s = (
+            self._cluster.hours.seconds(market, end_s) for market in (SPOT, ON_DEMAND)
+        )
+        return SimulationResult(outcome, self._gang.ledger, end_s, spot_s, on_demand_s)
 
     @property
     def now(self) -> float:

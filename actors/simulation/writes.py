@@ -26,10 +26,10 @@ class CheckpointWrites:
     ) -> None:
         self.is_new = False
         """Whether the writing began with the newest step: it slows down the next one."""
+        self.begun_step = -1
         self._timeline, self._costs, self._job = timeline, costs, job
         self._cluster, self._post = cluster, post
         self._request: RequestCheckpoint | None = None
-        self._begun_step = -1
         self._generation = 0
         self._under_way = 0
         self._turn = 0
@@ -45,7 +45,7 @@ class CheckpointWrites:
         return (
             request is not None
             and request.generation >= self._generation
-            and request.step >= self._begun_step
+            and request.step >= self.begun_step
         )
 
     def request(self, order: RequestCheckpoint) -> None:
@@ -60,7 +60,7 @@ class CheckpointWrites:
         """Begin to write a step; returns the seconds until its parts are durable."""
         part_bytes = self._job.state_bytes // max(1, len(workers))
         seconds = LATENCY_S + part_bytes / self._costs.storage_bytes_per_s
-        self._begun_step, self.is_new = step, True
+        self.begun_step, self.is_new = step, True
         self._under_way += 1
         end = partial(self._end, tuple(workers), step, generation, part_bytes, self._turn)
         self._timeline.after(seconds, end)

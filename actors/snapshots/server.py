@@ -80,11 +80,15 @@ class SnapshotServerProcess:
             tuple(ParitySlot(*key, step) for key, p in parities for step in p.buffer.steps()),
         )
 
-    def forget(self, generation: int) -> None:
-        """Free the snapshots of earlier generations."""
+    def forget(self, generation: int, kept_generation: int = 0) -> None:
+        """Free the snapshots of earlier generations, except those of `kept_generation`."""
+
+        def is_kept(buffer_generation: int) -> bool:
+            return buffer_generation >= generation or buffer_generation == kept_generation
+
         with self._lock:
-            self._buffers = {key: b for key, b in self._buffers.items() if key[1] >= generation}
-            self._parities = {key: p for key, p in self._parities.items() if key[2] >= generation}
+            self._buffers = {key: b for key, b in self._buffers.items() if is_kept(key[1])}
+            self._parities = {key: p for key, p in self._parities.items() if is_kept(key[2])}
 
     def _serve(self, connection: socket.socket) -> None:
         """Serve one connection until the other side closes it or fails."""
@@ -270,11 +274,11 @@ def host_snapshot_server(
         if message == "probe":
             pipe.send(None)
             continue
-        is_query, generation = message
+        is_query, *generations = message
         if is_query:
-            pipe.send(server.report(generation))
+            pipe.send(server.report(*generations))
         else:
-            server.forget(generation)
+            server.forget(*generations)
 
 
 @contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import queue
 import socket
 import threading
+import time
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -37,9 +38,12 @@ class PendingSnapshot:
     """As for `HostCopy`."""
     done: threading.Event = field(default_factory=threading.Event)
     is_whole: bool = False
+    copied_s: float = 0.0
+    """How long it took to become whole."""
     error: Exception | None = None
 
     def __post_init__(self) -> None:
+        self._began_s = time.perf_counter()
         self._beginning = threading.Lock()
         self._is_cancelled = self._has_begun = False
         self._copy = HostCopy(self.tensors.values(), self.ring)
@@ -63,6 +67,11 @@ class PendingSnapshot:
             self._is_cancelled = not self._has_begun
         if not self._is_cancelled:
             self._copy.hold_changes()
+
+    def note_whole(self) -> None:
+        """The snapshot is complete at all servers."""
+        self.copied_s = time.perf_counter() - self._began_s
+        self.is_whole = True
 
     def stop(self) -> None:
         """Break off the copy: the snapshot will not be complete."""
@@ -118,7 +127,8 @@ class Sink:
     def _send_all(self) -> None:
         while (snapshot := self._pending.get()) is not None:
             try:
-                snapshot.is_whole = self._send(snapshot)
+                if self._send(snapshot):
+                    snapshot.note_whole()
             except OSError:
                 pass  # a server is gone: the snapshot is incomplete; the controller notices
             except Exception as error:

@@ -6,10 +6,11 @@ import time
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from statistics import median
+from statistics import median, median_low
 
 MIN_SNAPSHOTS = 4
 """So many must be measured: the first ones open connections and touch new memory."""
+MIN_COPIES = 2
 NUM_SNAPSHOTS = 8
 NUM_STEPS = 32
 """The latest snapshots and steps of which medians are taken."""
@@ -22,6 +23,7 @@ class SnapshotCost:
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock
         self._costs_s: deque[float] = deque(maxlen=NUM_SNAPSHOTS)
+        self._copies_s: deque[float] = deque(maxlen=NUM_SNAPSHOTS)
         self._steps_s: deque[float] = deque(maxlen=NUM_STEPS)
         self._boundary_s: float | None = None
         self._spent_s = 0.0
@@ -49,9 +51,14 @@ class SnapshotCost:
         """A snapshot has begun at this boundary."""
         self._has_begun = True
 
+    def note_copied(self, seconds: float) -> None:
+        """A snapshot was complete at all servers so long after it had begun."""
+        self._copies_s.append(seconds)
+
     def forget_snapshots(self) -> None:
         """Other servers or another interval: what earlier snapshots took no longer counts."""
         self._costs_s.clear()
+        self._copies_s.clear()
         self._has_begun = False
 
     def end_generation(self) -> None:
@@ -67,3 +74,12 @@ class SnapshotCost:
         if len(self._costs_s) < MIN_SNAPSHOTS or step_s <= 0.0:
             return None
         return median(self._costs_s) / step_s
+
+    def num_steps(self, patience_s: float) -> float | None:
+        """How many steps a snapshot takes until it is complete; 0 if the next vote can wait for it,
+        which it does up to `patience_s`. None before enough are measured."""
+        step_s = median(self._steps_s) if self._steps_s else 0.0
+        if len(self._copies_s) < MIN_COPIES or step_s <= 0.0:
+            return None
+        copy_s = median_low(self._copies_s)
+        return copy_s / step_s if copy_s > step_s + patience_s else 0.0

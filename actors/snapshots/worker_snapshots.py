@@ -22,11 +22,11 @@ from elastic.geometry.tensor_specs import TensorSpec
 from elastic.protocol.commands import StartSnapshots
 from elastic.protocol.events import Event
 from elastic.protocol.snapshot_events import SnapshotTimed
-from elastic.reshard.snapshot_interval import interval_for
+from elastic.reshard.snapshot_interval import AUTO_EVERY, MARGIN, interval_for
 
 POLL_EVERY_S = 0.02
 PATIENCE_S = 5.0
-"""How long one vote waits for a snapshot that cannot become complete."""
+"""How long one vote waits for a snapshot."""
 
 
 class Snapshots:
@@ -42,9 +42,11 @@ class Snapshots:
         *,
         secret: bytes,
         report: Callable[[Event], None] = lambda _: None,
+        patience_s: float = PATIENCE_S,
     ) -> None:
-        """`every` counts unless an order has another interval. `secret` is the run's, which all its
-        snapshot servers know."""
+        """`every`, the setting, counts unless an order has another interval. A vote waits for a
+        snapshot up to `patience_s`. `secret` is the run's, which all its snapshot servers know."""
+        self._patience_s = patience_s
         self._report = report
         self._cost = SnapshotCost()
         self._timed: tuple[StartSnapshots, int] | None = None
@@ -58,6 +60,8 @@ class Snapshots:
         self._sink: Sink | None = None
         self._under_way: PendingSnapshot | None = None
         self._kept_step = self._due_step = NO_STEP
+        self._held_step = NO_STEP
+        """The step of the worker's tensors, until they change."""
         self._is_patient = True
 
     def start_snapshots(self, order: StartSnapshots) -> None:
@@ -90,6 +94,7 @@ class Snapshots:
     def begin(self, step: int, assignment: Assignment, tensors: Mapping[str, Tensor]) -> None:
         """Called at each step boundary: begin a snapshot if one is due and no older one is still
         under way."""
+        self._held_step = step
         self._cost.end_step()
         self._report_cost()
         with self._cost.spending():
@@ -114,6 +119,8 @@ class Snapshots:
             )
         elif self._under_way and not self._under_way.done.is_set():
             return
+        elif self._under_way and self._under_way.is_whole:
+            self._cost.note_copied(self._under_way.copied_s)
         if not self._sink.snapshot_servers:
             self._under_way = None
             return
@@ -128,30 +135,38 @@ class Snapshots:
     def _report_cost(self) -> None:
         """Report what snapshots cost if another interval would suit them, and under the same order
         again only if they call for a longer one."""
-        order, share = self._order, self._cost.share
-        is_current = self._sink is not None and self._sink.order is order
-        if order is None or not order.every or share is None or not is_current:
+        order = self._order
+        if order is None or self._sink is None or self._sink.order is not order:
             return
-        wanted = interval_for(share, order.every)
+        every = order.every or self._every
+        is_longer = every > max(self._every, 1)
+        share = self._cost.share
+        num_steps = self._cost.num_steps(self._patience_s / (MARGIN if is_longer else 1.0))
+        if (share if self._every == AUTO_EVERY else num_steps) is None:
+            return
+        share, num_steps = share or 0.0, num_steps or 0.0
+        wanted = interval_for(share, every, num_steps, self._every)
         if self._timed is not None and self._timed[0] is order:
             is_news = wanted > self._timed[1]
         else:
-            is_news = wanted != order.every
+            is_news = wanted != every
         if is_news:
             self._timed = order, wanted
-            self._report(SnapshotTimed(self._worker, order.generation, share))
+            self._report(SnapshotTimed(self._worker, order.generation, share, num_steps))
 
     def await_whole(self, check: Callable[[], None]) -> None:
         """Called before a vote: wait until the snapshot is complete at every server.
 
-        `check` may raise meanwhile. If a server is gone, this waits up to `PATIENCE_S` for the
-        controller to name another. Raises the exception that broke the copy.
+        `check` may raise meanwhile. If a server is gone, this waits for the controller to name
+        another. It does not wait if snapshots are known to take longer than its patience. Raises
+        the exception that broke the copy.
         """
         with self._cost.spending():
             self._await_whole(check)
 
     def _await_whole(self, check: Callable[[], None]) -> None:
-        deadline = time.monotonic() + PATIENCE_S * self._is_patient
+        is_in_vain = not self._is_patient or bool(self._cost.num_steps(self._patience_s))
+        deadline = time.monotonic() + (0.0 if is_in_vain else self._patience_s)
         while (snapshot := self._under_way) and not snapshot.is_whole:
             if snapshot.error:
                 raise snapshot.error
@@ -159,6 +174,8 @@ class Snapshots:
                 order = self._order
                 if order and not self._is_due(order, snapshot.step):
                     return  # a longer interval has been ordered meanwhile
+                if snapshot.step != self._held_step:
+                    return  # its tensors have changed: a later snapshot replaces it
                 if self._sink and order is not self._sink.order:
                     self._begin(snapshot.step, snapshot.assignment, snapshot.tensors)
                 else:
@@ -171,6 +188,7 @@ class Snapshots:
 
     def await_copied(self) -> None:
         """Called before the tensors change, which a GPU does only once they have been copied."""
+        self._held_step = NO_STEP
         with self._cost.spending():
             self._release()
 
@@ -182,7 +200,7 @@ class Snapshots:
         self._close_sink()
         self._order = self._noted = None
         self._is_patient = True
-        self._kept_step = self._due_step = NO_STEP
+        self._kept_step = self._due_step = self._held_step = NO_STEP
         self._cost.end_generation()
 
     def _close_sink(self) -> None:

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from dataclasses import asdict, dataclass
+from itertools import count, takewhile
 from urllib.parse import urlsplit
 
 from actors.storage.errors import DamagedCheckpoint
@@ -49,9 +50,14 @@ class Manifest:
     """In world-rank order."""
 
 
-def part_name(worker: str) -> str:
-    """The name of the file that a worker writes."""
-    return f"part-{worker}.safetensors"
+def part_name(worker: str, number: int = 0) -> str:
+    """The name of the file that a worker writes, or of a further one of a large part."""
+    return f"part-{worker}.{number}.safetensors" if number else f"part-{worker}.safetensors"
+
+
+def part_names(worker: str, names: Container[str]) -> Iterator[str]:
+    """Those of these names that are of the worker's part."""
+    return takewhile(names.__contains__, (part_name(worker, number) for number in count()))
 
 
 def folder_of(step: int, generation: int) -> str:
@@ -99,13 +105,16 @@ def publish(
 ) -> str:
     """Make a checkpoint visible by writing its manifest last (invariant 11); returns its URL.
 
-    Raises `OSError` if a part is missing or has another size, or if storage fails.
+    Raises `FileNotFoundError` if a part is missing, `OSError` if it has another size or storage
+    fails.
     """
     checkpoint, files = run.at(folder_of(step, generation)), tuple(files)
     sizes = checkpoint.files()
     for file in files:
         if sizes.get(file.name) != file.num_bytes:
             url = checkpoint.at(file.name).url
+            if file.name not in sizes:
+                raise FileNotFoundError(f"{url} is missing")
             raise OSError(f"{url} has {sizes.get(file.name)} bytes, not {file.num_bytes}")
     manifest = {
         "format_version": FORMAT_VERSION,

@@ -9,6 +9,10 @@ class TornApply(RuntimeError):
     """An apply failed half-way: this worker's state belongs to no step."""
 
 
+class FileChanged(OSError):
+    """A file is another than the one that was listed, which no retry fixes."""
+
+
 class LeaseLost(RuntimeError):
     """Another process drives the run now: this one must not write any more."""
 

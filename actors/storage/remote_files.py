@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import re
 import tempfile
-import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path, PurePosixPath
-from typing import TypeVar
 from urllib.parse import SplitResult, urlsplit
 
 from fsspec import available_protocols
@@ -18,38 +16,13 @@ from pyarrow import fs
 
 from actors.storage.content_versions import Version, report_unversioned, size_and_version
 from actors.storage.credentials import has_credentials, without_credentials
+from actors.storage.errors import FileChanged
 from actors.storage.storage import open_storage
-from elastic.protocol.policy import backoff_s
 
 ARROW_SCHEMES = ("s3", "gs", "gcs", "abfs", "abfss", "hdfs", "viewfs")
 """Others, such as https, are read by fsspec, if it has what it needs for them."""
 MAGIC = "*["
 READ_BYTES = 1 << 23
-RETRY_S, LONGEST_RETRY_S = 0.5, 10.0
-T = TypeVar("T")
-
-
-class FileChanged(OSError):
-    """A file is another than the one that was listed, which no retry fixes."""
-
-
-def retry(operation: Callable[[], T], patience_s: float) -> T:
-    """Retry an operation on a store for up to `patience_s`, then raise its last `OSError`.
-
-    `FileNotFoundError` and `FileChanged` are raised at once.
-    """
-    began, num_failures = time.monotonic(), 0
-    while True:
-        try:
-            return operation()
-        except (FileNotFoundError, FileChanged):
-            raise
-        except OSError:
-            num_failures += 1
-            pause_s = backoff_s(RETRY_S, num_failures, LONGEST_RETRY_S)
-            if time.monotonic() + pause_s > began + patience_s:
-                raise
-            time.sleep(pause_s)
 
 
 @dataclass(frozen=True)

@@ -2,21 +2,34 @@
 
 from __future__ import annotations
 
+import errno
 import os
+import random
 import re
 import shutil
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 from urllib.parse import parse_qsl, urlsplit
 
 import pyarrow
 from pyarrow import fs
 
 from actors.storage.credentials import has_credentials
+from actors.storage.errors import FileChanged
+from elastic.protocol.policy import backoff_s
 
 CONNECT_TIMEOUT_S, REQUEST_TIMEOUT_S = 5.0, 60.0
+RETRY_S, LONGEST_RETRY_S = 0.5, 10.0
+STREAM_TRIES = 6
+"""How often a request of a stream to S3 is tried, for some 20 s: a large file takes thousands of
+requests, and one that fails loses it. Others are tried three times, so that a failure is known
+soon; ten tries of a refused connection would take 90 s."""
+LASTING_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.EPERM)
+"""A write that fails so fails again."""
+T = TypeVar("T")
 S3_OPTIONS = ("region", "endpoint_override")
 """The options in the query of an s3:// URL; credentials come from the environment."""
 
@@ -77,12 +90,39 @@ def open_storage(url: str) -> Storage:
     if "@" in parts.netloc or has_credentials(url):
         raise ValueError("credentials belong in the environment, not in the URL")
     if parts.scheme == "s3":
-        return ObjectStorage(url, _s3(dict(parse_qsl(parts.query))), _path(parts))
+        options = dict(parse_qsl(parts.query))
+        return ObjectStorage(url, _s3(options), _path(parts), _s3(options, STREAM_TRIES))
     try:
         system, path = fs.FileSystem.from_uri(url)
     except pyarrow.ArrowInvalid as error:
         raise ValueError(str(error)) from None
     return ObjectStorage(url, system, path)
+
+
+def retry(
+    operation: Callable[[], T],
+    patience_s: float,
+    min_tries: int = 1,
+    lasting: Collection[int] = (),
+) -> T:
+    """Retry an operation on storage for up to `patience_s`, and up to `min_tries`; then raise its
+    last `OSError`. Pauses are random, so that many workers do not try again together.
+
+    `FileNotFoundError`, `FileChanged` and errors of the numbers `lasting` are raised at once.
+    """
+    began, num_failures = time.monotonic(), 0
+    while True:
+        try:
+            return operation()
+        except (FileNotFoundError, FileChanged):
+            raise
+        except OSError as error:
+            num_failures += 1
+            pause_s = backoff_s(RETRY_S, num_failures, LONGEST_RETRY_S)
+            is_over = time.monotonic() + pause_s > began + patience_s
+            if error.errno in lasting or (is_over and num_failures >= min_tries):
+                raise
+            time.sleep(random.uniform(0.5, 1.0) * pause_s)
 
 
 def make_durable(path: Path) -> None:
@@ -173,15 +213,23 @@ class DiskStorage:
 class ObjectStorage:
     """A prefix of an object store, through Arrow's file systems: an object appears complete."""
 
-    def __init__(self, url: str, system: fs.FileSystem, path: str) -> None:
+    def __init__(
+        self,
+        url: str,
+        system: fs.FileSystem,
+        path: str,
+        stream_system: fs.FileSystem | None = None,
+    ) -> None:
+        """`stream_system` reaches the same store for streams: see `STREAM_TRIES`."""
         self.url = url
         self._system = system
         self._path = path.rstrip("/")
+        self._stream_system = stream_system or system
 
     def at(self, folder: str) -> ObjectStorage:
         parts = urlsplit(self.url)
         url = parts._replace(path=f"{parts.path.rstrip('/')}/{folder}").geturl()
-        return ObjectStorage(url, self._system, f"{self._path}/{folder}")
+        return ObjectStorage(url, self._system, f"{self._path}/{folder}", self._stream_system)
 
     def size(self, name: str) -> int | None:
         info = self._system.get_file_info(f"{self._path}/{name}")
@@ -211,7 +259,7 @@ class ObjectStorage:
 
     @contextmanager
     def writing(self, name: str) -> Iterator[Output]:
-        out = self._system.open_output_stream(f"{self._path}/{name}", compression=None)
+        out = self._stream_system.open_output_stream(f"{self._path}/{name}", compression=None)
         try:
             yield out
         except BaseException:
@@ -233,17 +281,19 @@ class ObjectStorage:
         return sorted(i.base_name for i in infos if i.type == fs.FileType.Directory)
 
     def remove(self, name: str) -> None:
-        if self.size(name) is not None:
-            self._system.delete_file(f"{self._path}/{name}")
-            return
-        for file in self.files(name):
-            self._system.delete_file(f"{self._path}/{file}")
+        path = f"{self._path}/{name}"
+        info = self._system.get_file_info(path)
+        with suppress(FileNotFoundError):  # removed meanwhile
+            if info.type == fs.FileType.File:
+                self._system.delete_file(path)
+            elif info.type == fs.FileType.Directory:
+                self._system.delete_dir(path)  # in bulk: a thousand objects a request
 
     def in_arrow(self) -> tuple[fs.FileSystem, str]:
         return self._system, self._path
 
 
-def _s3(options: dict[str, str]) -> fs.S3FileSystem:
+def _s3(options: dict[str, str], num_tries: int = 3) -> fs.S3FileSystem:
     unknown = sorted(options.keys() - set(S3_OPTIONS))
     if unknown:
         raise ValueError(
@@ -258,6 +308,7 @@ def _s3(options: dict[str, str]) -> fs.S3FileSystem:
         connect_timeout=CONNECT_TIMEOUT_S,
         request_timeout=REQUEST_TIMEOUT_S,
         allow_delayed_open=True,  # one request for a small object
+        retry_strategy=fs.AwsStandardS3RetryStrategy(max_attempts=num_tries),
     )
 
 

@@ -226,10 +226,11 @@ def quiesced(
     stepper: Stepper | None,
     held_step: int,
     records: tuple[StepRecord, ...],
+    saving_step: int,
 ) -> Quiesced:
     """The report of a worker that has unwound; `held_step` is its step if it was not training."""
     if stepper is None:
-        return Quiesced(worker, generation, held_step, records=records)
+        return Quiesced(worker, generation, held_step, records=records, saving_step=saving_step)
     return Quiesced(
         worker,
         generation,
@@ -238,4 +239,5 @@ def quiesced(
         stepper.gradients_complete,
         stepper.torn,
         records,
+        saving_step,
     )

@@ -200,7 +200,7 @@ class Trainer:
             if not self._audit(audit, record.step, held.tensors):
                 break  # a state in doubt is neither trained on nor saved
             if vote.saves(self.options.checkpoint_every):
-                self._save(resume.generation, record.step, self.holdings[resume.generation], None)
+                self._save(resume.generation, record.step, held, None)
             if vote.num_pause_requests and record.step < self.program.steps:
                 break  # not after the last step: no later generation would evaluate it
         with self.interruption.abandonable():
@@ -241,8 +241,8 @@ class Trainer:
         self._report_quiesced(command.generation)
 
     def _report_quiesced(self, generation: int) -> None:
-        records = self.records.for_report(self.known_step)
-        self.report(quiesced(self.worker, generation, self.stepper, self.held_step, records))
+        at = self.held_step, self.records.for_report(self.known_step), self.writer.begun_step
+        self.report(quiesced(self.worker, generation, self.stepper, *at))
 
     def send_records(self, command: SendRecords) -> None:
         """Answer at once on the control thread, while the training thread trains on."""

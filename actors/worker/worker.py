@@ -64,7 +64,7 @@ from elastic.protocol.events import (
     WorkerRaised,
     WorkerReady,
 )
-from elastic.protocol.reattachment import Intake
+from elastic.replay.reattachment import Intake
 
 OBSERVE_LIMIT_S = 1.0
 """How long an abort waits for the observation of a hang."""

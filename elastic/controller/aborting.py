@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Set
 from dataclasses import replace
 
+from elastic.controller.capacity.newcomers import defer_or_stop
 from elastic.controller.forming import form_or_end, retry_final_save
 from elastic.controller.health import on_failed_check
 from elastic.controller.memory_shortage import describe, mark_too_big
@@ -19,8 +20,9 @@ from elastic.duties.checkpoints import stop
 from elastic.duties.hang_recovery import choose_workers_to_stop, next_stop_time
 from elastic.duties.membership import forget, participants, reject_unfit_worker
 from elastic.duties.poison_batches import break_guard, find_poison_batch
+from elastic.duties.quarantine import blame
 from elastic.duties.recovery import find_live_state
-from elastic.duties.uploads import break_upload
+from elastic.duties.uploads import break_upload, lose_uploads
 from elastic.protocol.commands import Abort, Command, RollForward, SetAside, StopWorker
 from elastic.protocol.controller_events import WorkerAnswered, WorkersStalled
 from elastic.protocol.controller_state import ControllerState
@@ -32,7 +34,15 @@ from elastic.protocol.events import (
     StopRequested,
     WorkerRaised,
 )
-from elastic.protocol.phases import Aborting, Breakable, Ending, Forming, Resharding, Saving
+from elastic.protocol.phases import (
+    Aborting,
+    Breakable,
+    Ending,
+    Forming,
+    Resharding,
+    Saving,
+    newcomers_of,
+)
 
 
 def abort(
@@ -66,6 +76,7 @@ def abort(
         suspected_at=now,
         changed_at=now,
         num_lost=num_lost,
+        newcomers=newcomers_of(broken),
     )
     if isinstance(broken, Resharding):
         assignment = broken.attempt.assignment
@@ -77,6 +88,15 @@ def abort(
     phase.deadline = next_stop_time(state, phase)
     workers = tuple(sorted(pending))
     return [Abort(state.generation, workers, cause, is_hang, state.committed_step)]
+
+
+def abort_late_reshard(state: ControllerState, now: float, cause: str) -> list[Command]:
+    """Abort a reshard that exceeds its time limit: the next one moves less. Only if that does not
+    help, newcomers may be the cause."""
+    commands = abort(state, now, cause)
+    if isinstance(state.phase, Aborting):
+        state.phase.excuses_newcomers = state.forming.num_late_reshards == 1
+    return commands
 
 
 def on_raised(state: ControllerState, now: float, event: WorkerRaised) -> list[Command]:
@@ -110,8 +130,11 @@ def on_raised(state: ControllerState, now: float, event: WorkerRaised) -> list[C
     if isinstance(state.phase, Breakable):
         commands += abort(state, now, failure.reason)
     ends = event.kind in ("memory", "mistake", "program") and not continues
-    if ends and isinstance(state.phase, Aborting):
-        _note_cause(state.phase, failure)
+    phase = state.phase
+    if isinstance(phase, Aborting) and continues:
+        phase.excuses_newcomers = True
+    if ends and isinstance(phase, Aborting):
+        _note_cause(phase, event, failure)
     return commands
 
 
@@ -132,10 +155,13 @@ def _distrust_holder(
     return []
 
 
-def _note_cause(phase: Aborting, failure: Ending) -> None:
+def _note_cause(phase: Aborting, event: WorkerRaised, failure: Ending) -> None:
     """An exception is the cause of the abort unless a worker was lost before: then it may follow
-    from that loss. Workers lost later do not matter."""
-    if phase.raised is None and not phase.num_lost:
+    from that loss. Workers lost later do not matter. A newcomer's may have to do with its
+    machine."""
+    if event.kind == "program" and event.worker in phase.newcomers:
+        phase.failed.add(event.worker)
+    elif phase.raised is None and not phase.num_lost:
         phase.raised = failure
 
 
@@ -277,6 +303,7 @@ def on_deadline(state: ControllerState, now: float) -> list[Command]:
     cause = "it did not unwind in time"
     commands: list[Command] = [StopWorker(worker, cause) for worker in sorted(overdue)]
     for worker in sorted(overdue):
+        commands += blame(state, now, worker, cause)
         forget(state, now, worker, cause)
         if state.phase is phase:
             commands += on_lost(state, now, worker)
@@ -301,8 +328,6 @@ def _advance(state: ControllerState, now: float, phase: Aborting) -> list[Comman
     unreachable = [report.worker for report in late if report.worker not in behind]
     commands += _drop(state, now, phase, unreachable, "it cannot reach the other workers' step")
     if vote is not None and behind:
-        # A worker that rolls forward to a step writes no part of its checkpoint.
-        break_upload(state, state.generation, vote.step)
         phase.rolling_forward = vote
         phase.pending = behind
         phase.deadline = phase.patience = now + state.policy.collective_timeout_s
@@ -338,10 +363,21 @@ def _learn(state: ControllerState, report: Quiesced) -> list[Command]:
     return record_all(state, report.records)
 
 
+def _lose_parts(state: ControllerState, now: float, phase: Aborting) -> None:
+    """Give up checkpoints that a survivor writes no part of: it unwound, or rolled forward to their
+    step, before it began."""
+    newest = {worker: report.saving_step for worker, report in phase.reports.items()}
+    lose_uploads(
+        state, now, lambda lost: any(newest.get(w, lost.step) < lost.step for w in lost.pending)
+    )
+
+
 def _continue_after_abort(state: ControllerState, now: float, phase: Aborting) -> list[Command]:
     """Decide whether the run ends, then form the next generation or end."""
     if find_live_state(state):
         break_guard(state)
+    _lose_parts(state, now, phase)
+    commands = defer_or_stop(state, now, phase)
     if phase.raised:
         state.ending = state.ending or phase.raised
     elif (
@@ -359,4 +395,4 @@ def _continue_after_abort(state: ControllerState, now: float, phase: Aborting) -
             f"(failure.max_attempts); the last cause: {phase.cause}"
         )
         state.ending = state.ending or Ending("failed", reason)
-    return form_or_end(state, now)
+    return commands + form_or_end(state, now)

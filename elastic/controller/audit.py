@@ -6,10 +6,12 @@ from collections.abc import Sequence
 
 from elastic.controller.aborting import abort, on_lost
 from elastic.duties.membership import forget
+from elastic.duties.quarantine import blame
 from elastic.duties.rollback import order_rollback, rollback_obstacle, void_after
-from elastic.protocol.commands import Command, StopWorker, Warned
+from elastic.protocol.commands import Command, StopWorker
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import Audited
+from elastic.protocol.notes import Warned
 from elastic.protocol.phases import Aborting, Ending, Pausing, Running
 
 SILENT = "silent corruption"
@@ -62,6 +64,7 @@ def on_audited(state: ControllerState, now: float, event: Audited) -> list[Comma
         text = f"{worker} holds different bits than {majority_size} replicas of the same state"
         commands.append(_warned(event, f"{text} at step {event.step}: it is replaced"))
         commands.append(StopWorker(worker, SILENT))
+        commands += blame(state, now, worker, SILENT)
         forget(state, now, worker, SILENT)
     if undecided:
         cause = _undecided_text(event, undecided)
@@ -93,7 +96,8 @@ def _undecided_text(event: Audited, splits: Sequence[AuditSplit]) -> str:
 def _roll_back(state: ControllerState, cause: str, obstacle: str) -> None:
     """Roll back to the last clean audit or before. If that is impossible, or happens too often, the
     run ends so that a person can decide."""
-    if not obstacle and order_rollback(state, state.audits.audited_step, cause):
+    limit = state.audits.audited_step
+    if not obstacle and order_rollback(state, limit, cause, is_state_in_doubt=True):
         return
     obstacle = obstacle or f"{state.policy.max_rollbacks} rollbacks have not helped"
     state.ending = state.ending or Ending("failed", f"{cause}; {obstacle}")

@@ -17,12 +17,13 @@ from elastic.controller import (
     controller_errors,
     drain,
     forming,
-    growth,
     health,
+    market,
     running,
     stragglers,
 )
-from elastic.controller.next_assignment import can_train, note_reshard
+from elastic.controller.capacity import growth
+from elastic.controller.capacity.next_assignment import can_train, note_reshard
 from elastic.duties import (
     catch_up,
     checkpoints,
@@ -41,6 +42,7 @@ from elastic.protocol.controller_events import (
     ControllerRecovered,
     ControllerRestarted,
     WorkerAnswered,
+    WorkerPlaced,
     WorkersStalled,
 )
 from elastic.protocol.controller_state import ControllerState
@@ -50,6 +52,7 @@ from elastic.protocol.duty_state import (
     ErrorDuty,
     LayoutDuty,
     LossDuty,
+    MarketDuty,
     MembershipDuty,
 )
 from elastic.protocol.events import (
@@ -126,12 +129,12 @@ class Core:
         state, phase = self.state, self.state.phase
         times = [membership.start_deadline(state), drain.drain_deadline(state)]
         times += [drain.drain_end(state), quarantine.quarantine_deadline(state)]
+        times += [market.market_deadline(state)]
         times += [state.steps.catch_up.deadline] if state.steps.catch_up else []
         match phase:
             case Waiting():
                 times += [inf if phase.until is None else phase.until]
-                times += [snapshots.query_deadline(state)]
-                times += [gang_backoff.return_deadline(state)]
+                times += [snapshots.query_deadline(state), gang_backoff.return_deadline(state)]
             case Running():
                 times += [running.hang_deadline(state, phase), growth.growth_deadline(state)]
                 times += [growth.idle_deadline(state)]
@@ -175,8 +178,8 @@ class Core:
                 | SnapshotTimed()
             ):
                 return snapshots.on_snapshots(state, now, event)
-            case WorkerReady():
-                return self._add_ready_worker(now, event)
+            case WorkerReady() | WorkerPlaced():
+                return self._add_worker(now, event)
             case WorkerLost():
                 return self._lose(now, event)
             case WorkerSuspected() | WorkerAnswered() | WorkersStalled():
@@ -195,11 +198,14 @@ class Core:
                 return self._take_report(now, event)
         return []
 
-    def _add_ready_worker(self, now: float, event: WorkerReady) -> list[Command]:
+    def _add_worker(self, now: float, event: WorkerReady | WorkerPlaced) -> list[Command]:
         state = self.state
+        if isinstance(event, WorkerPlaced):
+            return market.on_placed(state, event)
         if event.worker in state.membership.warm:
             return []  # reported again after a restart of the controller
         commands = membership.add_ready_worker(state, now, event)
+        commands += market.check_label(state, event.worker, event.market)
         fits = partial(can_train, state)
         return commands + health.compare_new_device(state, now, event.worker, fits)
 
@@ -295,6 +301,7 @@ class Core:
             ),
             audits=AuditDuty(audited_step=step),
             rollbacks=old.rollbacks,
+            market=MarketDuty(opened_at=old.market.opened_at or now),
             errors=ErrorDuty(counts=old.errors.counts),
         )
         if is_done:
@@ -307,6 +314,7 @@ class Core:
         state = self.state
         is_participant = event.worker in membership.participants(state)
         commands = quarantine.on_crash(state, now, event)
+        market.note_lost(state, now, event.worker)
         membership.forget(state, now, event.worker, event.cause)
         match state.phase:
             case Aborting():
@@ -354,9 +362,9 @@ class Core:
                 cause = f"{type(phase).__name__} timed out waiting for {pending}"
                 if isinstance(phase, Forming):
                     forming.note_time(state, now, phase)
-                else:
-                    note_reshard(state, phase, is_late=True)
-                return aborting.abort(state, now, cause)
+                    return aborting.abort(state, now, cause)
+                note_reshard(state, phase, is_late=True)
+                return aborting.abort_late_reshard(state, now, cause)
             case Running() | Pausing() if now >= running.hang_deadline(state, phase):
                 return aborting.abort(state, now, "no progress: a worker hangs", is_hang=True)
             case Aborting() if now >= phase.deadline and not state.steps.catch_up:
@@ -383,6 +391,7 @@ class Core:
             commands += checkpoints.request_save(state, now) + growth.release_idle_standbys(
                 state, now
             )
+        commands += market.follow_up(state, now)
         return commands + membership.start_missing(state, now)
 
     def _continue_after_catch_up(self, now: float) -> list[Command]:

@@ -12,12 +12,13 @@ come, and a stalled run saves nothing. A checkpoint is requested at once.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from functools import partial
 from math import inf
 
 from elastic.controller.aborting import abort
+from elastic.controller.capacity.next_assignment import can_train
 from elastic.controller.health import on_degraded
-from elastic.controller.next_assignment import can_train
 from elastic.duties.checkpoints import is_saving
 from elastic.duties.membership import (
     drain_for_good,
@@ -27,10 +28,11 @@ from elastic.duties.membership import (
     participants,
 )
 from elastic.duties.recovery import find_live_state
-from elastic.protocol.commands import Command, StopWorker, Warned
+from elastic.protocol.commands import Command, StopWorker
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.duty_records import Drain
 from elastic.protocol.events import NodeAtRisk, NodeDraining, WorkerDraining
+from elastic.protocol.notes import Warned
 from elastic.protocol.phases import Breakable, Forming, Resharding
 
 NODE_GRACE_S = 60.0
@@ -92,18 +94,20 @@ def members_drain(state: ControllerState) -> bool:
 
 def is_too_late_to_pause(state: ControllerState, now: float) -> bool:
     """Whether a node ends before the next step boundary, by the median of the latest steps."""
-    return drain_deadline(state) < max(now, state.steps.boundary_at + state.steps.median_s())
+    return drain_deadline(state) < max(
+        now, state.steps.boundary_at + state.steps.measured.median_s()
+    )
 
 
 def drain_deadline(state: ControllerState) -> float:
     """Until when the run may wait for a step boundary, or for a draining node's workers."""
-    return min((_latest_end(state, node) for node in state.membership.node_drains), default=inf)
+    return _next_end(state)[0]
 
 
 def drain_at_once(state: ControllerState, now: float) -> list[Command]:
     """Abort the generation ahead of the end of the node that ends first. If the other workers hold
     all of the state, stop the node's workers before."""
-    node = min(state.membership.node_drains, key=lambda node: (_latest_end(state, node), node))
+    _, node = _next_end(state)
     cause = f"node {node} ends before the next step boundary"
     gone = _workers_gone_with(state, node)
     not_needed = gone if find_live_state(state, without=gone) else set[str]()
@@ -144,24 +148,42 @@ def _end(state: ControllerState, node: str) -> float:
     return state.membership.node_drains[node].deadline + state.policy.drain_grace_s
 
 
-def _latest_end(state: ControllerState, node: str) -> float:
-    """Until when this node's workers may continue; moving their parts takes as long as the last
-    reshard."""
-    deadline, phase = state.membership.node_drains[node].deadline, state.phase
-    is_at_work = isinstance(phase, Breakable) and participants(state) & state.membership.on(node)
-    if not is_at_work or not _enough_stay(state):
-        return inf
-    if find_live_state(state, without=_workers_gone_with(state, node)):
-        return deadline
-    if isinstance(phase, Forming | Resharding):
-        return inf  # their parts are being moved: they are needed as long as they live
-    return deadline - state.forming.reshard_s
+def _next_end(state: ControllerState) -> tuple[float, str]:
+    """Until when the run may continue with all workers on draining nodes, and the node that ends
+    this. Moving the parts of workers that are needed takes as long as the last reshard.
+
+    The later a node ends, the more workers are gone with it, and the less of the state is left. So
+    two nodes count: the first that ends, and the first whose workers are needed.
+    """
+    drains, phase = state.membership.node_drains, state.phase
+    if not drains or not isinstance(phase, Breakable) or not _enough_stay(state):
+        return inf, ""
+    workers_on: dict[str, list[str]] = {node: [] for node in drains}
+    for worker, record in state.membership.records.items():
+        if record.node in drains:
+            workers_on[record.node].append(worker)
+    at_work, gone = participants(state), list[str]()
+    ends, num_gone = list[tuple[float, str]](), dict[float, int]()
+    for deadline, node in sorted((drain.deadline, node) for node, drain in drains.items()):
+        gone += workers_on[node]
+        num_gone[deadline] = len(gone)
+        if not at_work.isdisjoint(workers_on[node]):
+            ends.append((deadline, node))
+    # Their parts may be being moved: then they are needed as long as they live.
+    reshard_s = -inf if isinstance(phase, Forming | Resharding) else state.forming.reshard_s
+    relevant = [end for end in ends if end == ends[0] or end[0] - reshard_s <= ends[0][0]]
+    first_needed = bisect_left(
+        relevant,
+        True,
+        key=lambda end: find_live_state(state, without=set(gone[: num_gone[end[0]]])) is None,
+    )
+    latest = relevant[:1] if first_needed else []
+    latest += [(end - reshard_s, node) for end, node in relevant[first_needed:][:1]]
+    return min(latest, default=(inf, ""))
 
 
 def _workers_gone_with(state: ControllerState, node: str) -> set[str]:
     """The workers on nodes that end no later than this node."""
-    deadline = state.membership.node_drains[node].deadline
-    nodes = (
-        other for other, drain in state.membership.node_drains.items() if drain.deadline <= deadline
-    )
-    return set[str]().union(*map(state.membership.on, nodes))
+    drains = state.membership.node_drains
+    gone = {other for other, drain in drains.items() if drain.deadline <= drains[node].deadline}
+    return {worker for worker, record in state.membership.records.items() if record.node in gone}

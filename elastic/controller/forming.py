@@ -5,13 +5,13 @@ from __future__ import annotations
 from dataclasses import replace
 from functools import partial
 
-from elastic.controller.health import compare_devices, compare_links
-from elastic.controller.next_assignment import (
+from elastic.controller.capacity.next_assignment import (
     can_train,
     next_assignment,
     note_reshard,
     reshard_timeout_s,
 )
+from elastic.controller.health import compare_devices, compare_links
 from elastic.duties.bandwidth import median_speeds
 from elastic.duties.catch_up import mark_missing
 from elastic.duties.checkpoints import begin_saving, drop_voided, end, is_saved
@@ -24,20 +24,11 @@ from elastic.duties.snapshots import begin_snapshot_set, query_snapshot_servers,
 from elastic.duties.uploads import break_uploads, open_upload
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.errors import Infeasible
-from elastic.protocol.commands import (
-    Command,
-    Form,
-    Reshard,
-    Resharded,
-    Resume,
-    RolledBack,
-    StopWorker,
-    Waited,
-    WorkerBytes,
-)
+from elastic.protocol.commands import Command, Form, Reshard, Resume, StopWorker, WorkerBytes
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.duty_records import HeldState
 from elastic.protocol.events import GroupFormed, StateReady
+from elastic.protocol.notes import Resharded, RolledBack, Waited
 from elastic.protocol.phases import Aborting, Attempt, Ending, Forming, Resharding, Running, Waiting
 from elastic.reshard.reshard_plan import CarriedPart, ReshardPlan
 from elastic.reshard.snapshot_placement import choose_carriers
@@ -99,6 +90,7 @@ def try_form(state: ControllerState, now: float) -> list[Command]:
     if source.old is None:
         break_uploads(state)  # their steps will be recomputed with different bits
     retire_snapshot_set(state, source.step)
+    state.steps.measured.expect(assignment.layout, proposal.step_s)
     attempt = Attempt(assignment, plan, source.kind, source.path, now)
     state.forming.ever_formed = True
     state.enter(Forming(attempt, participants, now + _timeout_s(state, len(participants))))
@@ -359,9 +351,9 @@ def _start_time(state: ControllerState, phase: Waiting) -> float:
     begin = phase.since + policy.start_timeout_s
     if 2 * len(warm) >= policy.max_workers:
         return begin
-    newest = max((state.membership.records[worker].since for worker in warm), default=begin)
     patience_s = ARRIVAL_SHARE * policy.start_timeout_s
-    return min(max(begin, newest + patience_s), begin + policy.start_timeout_s)
+    arrived_s = state.membership.joined_at + patience_s
+    return min(max(begin, arrived_s), begin + policy.start_timeout_s)
 
 
 def _roll_back(state: ControllerState, source: StateSource) -> RolledBack:

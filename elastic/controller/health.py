@@ -16,10 +16,11 @@ from typing import NamedTuple
 from elastic.duties.bandwidth import link_class
 from elastic.duties.membership import back_off, drain_for_good, reject_unfit_worker
 from elastic.duties.quarantine import quarantine_unfit_node
-from elastic.protocol.commands import Command, Warned
+from elastic.protocol.commands import Command
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.duty_records import UsualMachines
 from elastic.protocol.events import WorkerDraining, WorkerRaised
+from elastic.protocol.notes import Warned
 
 CanTrain = Callable[[], bool]
 """Whether a layout fits the workers that stay."""

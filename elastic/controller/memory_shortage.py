@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from elastic.controller.next_assignment import next_assignment
+from elastic.controller.capacity.next_assignment import next_assignment
 from elastic.geometry.errors import Infeasible
 from elastic.geometry.layout import Layout
 from elastic.planner.fitting_layouts import Shortage, advice, fitting_bytes

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from elastic.controller.capacity.growth import note_pause, should_grow
+from elastic.controller.capacity.newcomers import trust_members
 from elastic.controller.drain import drain_at_once, is_too_late_to_pause, members_drain
 from elastic.controller.forming import form_or_end
-from elastic.controller.growth import note_pause, should_grow
 from elastic.duties import catch_up
 from elastic.duties.checkpoints import expect_parts, note_held_out_loss
 from elastic.duties.hang_recovery import hang_patience_s
@@ -14,13 +15,13 @@ from elastic.duties.layout_requests import changes_layout
 from elastic.duties.loss_monitor import commit, warn_of_evaluation
 from elastic.duties.membership import note_change
 from elastic.duties.snapshots import drop_older
+from elastic.planner.models.measured_steps import NUM_RECENT
 from elastic.protocol.commands import Command, Pause
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import Evaluated, Paused, Progressed, StepCommitted
+from elastic.protocol.notes import StepTimeCompared
 from elastic.protocol.phases import Aborting, Ending, Pausing, Running
 from elastic.protocol.step_records import RecordsSent
-
-NUM_RECENT_STEPS = 32
 
 
 def on_steps_reported(
@@ -48,11 +49,12 @@ def _on_step_committed(state: ControllerState, now: float, event: StepCommitted)
     commands = commit(state, record)
     if record.step_s is not None:
         costs, is_writing = state.checkpoints.costs, bool(state.checkpoints.uploads)
-        costs.note_step(record.step_s, state.steps.median_s() or record.step_s, is_writing)
-        _time(state, record.step_s)
+        costs.note_step(record.step_s, state.steps.measured.median_s() or record.step_s, is_writing)
+        commands += _time(state, record.step_s)
         note_pause(state, now, record.step_s)
     if isinstance(state.phase, Running):
         if not state.phase.num_commits:
+            trust_members(state)
             state.steps.first_s = max(state.steps.first_s, now - state.phase.since)
         state.phase.num_commits += 1
     expect_parts(state, now, event.vote)
@@ -68,9 +70,9 @@ def _on_records_sent(state: ControllerState, now: float, event: RecordsSent) -> 
     if state.committed_step >= first:
         is_next = state.steps.unheard[1] == first - 1
         state.steps.unheard = (state.steps.unheard[0] if is_next else first, state.committed_step)
-    for record in event.records[-NUM_RECENT_STEPS:]:
+    for record in event.records[-NUM_RECENT:]:
         if record.step_s is not None:
-            _time(state, record.step_s)
+            commands += _time(state, record.step_s)
     _progress(state, now)
     return commands + drop_older(state)
 
@@ -147,6 +149,8 @@ def stop_at_boundary(state: ControllerState, now: float) -> list[Command]:
             state.layouts.former = None  # the next forming would clear it
     elif should_grow(state, now):
         cause = "growth"
+    elif state.stragglers.dealing.generation == state.generation:
+        cause = "microbatches are dealt by the speed of the workers"
     if not cause:
         return []
     members = state.live.members()
@@ -159,12 +163,16 @@ def hang_deadline(state: ControllerState, phase: Running | Pausing) -> float:
     return phase.last_progress + hang_patience_s(state)
 
 
-def _time(state: ControllerState, step_s: float) -> None:
-    """Note a step's time; times under another layout are dropped."""
-    layout = state.live.held.assignment.layout if state.live.held else None
-    if layout != state.steps.timed_layout:
-        state.steps.timed_layout, state.steps.recent_step_s = layout, []
-    state.steps.recent_step_s = [*state.steps.recent_step_s[1 - NUM_RECENT_STEPS :], step_s]
+def _time(state: ControllerState, step_s: float) -> list[Command]:
+    """Note a step's time, and compare it with the prediction once there are enough."""
+    assignment = state.live.held.assignment if state.live.held else None
+    layout, shares = (assignment.layout, assignment.shares) if assignment else (None, ())
+    state.steps.measured.note(layout, step_s, shares)
+    expected = state.steps.measured.compare()
+    if expected is None:
+        return []
+    median_s = state.steps.measured.median_s()
+    return [StepTimeCompared(state.generation, str(layout), expected.seconds, median_s)]
 
 
 def _close_gap(state: ControllerState, now: float, target: int) -> list[Command]:

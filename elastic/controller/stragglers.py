@@ -3,7 +3,7 @@
 In synchronous training all workers wait for the slowest. Members regularly report their compute
 time, without waits for others. A member that takes far longer than the others with equal work, in
 several reports in a row, is replaced at the next step boundary if a standby worker can take its
-place. Otherwise the controller warns once.
+place. Otherwise the controller warns once, and gives it fewer microbatches (`shares`).
 """
 
 from __future__ import annotations
@@ -12,13 +12,16 @@ from collections.abc import Sequence
 from dataclasses import replace
 from statistics import median
 
-from elastic.controller.next_assignment import next_assignment
+from elastic.controller.capacity.next_assignment import next_assignment
+from elastic.controller.shares import comparable_ratios, least_ratio, plan_shares
+from elastic.geometry.assignment import Assignment
 from elastic.geometry.errors import Infeasible
 from elastic.geometry.layout import Layout
 from elastic.geometry.sample_order import deal
-from elastic.protocol.commands import Command, Replaced, Warned
+from elastic.protocol.commands import Command
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import ComputeTimed
+from elastic.protocol.notes import Replaced, Warned
 from elastic.protocol.phases import Running
 
 MAX_DOUBLINGS = 16
@@ -61,10 +64,12 @@ def on_timed(state: ControllerState, now: float, event: ComputeTimed) -> list[Co
         return []
     if not isinstance(state.phase, Running):
         return []
+    is_first = event.generation != state.stragglers.timed[0]
     state.stragglers.timed = report_id
-    layout, members = held.assignment.layout, held.assignment.members
-    slow_ranks = _find_slow_ranks(state, layout, event)
+    members = held.assignment.members
+    slow_ranks = _find_slow_ranks(state, held.assignment, event)
     ratios = {members[world_rank]: ratio for world_rank, ratio in slow_ranks.items()}
+    ratios = comparable_ratios(state, held.assignment, ratios, is_first)
     state.stragglers.reported &= state.membership.records.keys()
     state.stragglers.num_slow = {
         worker: state.stragglers.num_slow.get(worker, 0) + 1 for worker in ratios
@@ -72,7 +77,8 @@ def on_timed(state: ControllerState, now: float, event: ComputeTimed) -> list[Co
     # After each replacement, wait twice as long: a standby worker may be as slow.
     patience = policy.straggler_reports * 2 ** min(state.stragglers.num_replaced, MAX_DOUBLINGS)
     commands: list[Command] = []
-    for worker, ratio in ratios.items():
+    stragglers = [(w, ratio) for w, ratio in ratios.items() if ratio > policy.straggler_factor]
+    for worker, ratio in stragglers:
         text = f"it computes {ratio:.1f} times as long as the others that do the same work"
         if state.stragglers.num_slow[worker] >= patience and _drain_for_standby(state, worker):
             state.stragglers.num_replaced += 1
@@ -86,7 +92,9 @@ def on_timed(state: ControllerState, now: float, event: ComputeTimed) -> list[Co
             straggler = f"{worker} on {state.membership.records[worker].node} is a straggler"
             warning = f"{straggler}: {text}, and no standby worker can replace it"
             commands.append(Warned(state.generation, event.step, "straggler", warning))
-    return commands
+    if any(isinstance(command, Replaced) for command in commands):
+        return commands
+    return commands + plan_shares(state, now, event.step, ratios)
 
 
 def shortened(state: ControllerState, event: ComputeTimed) -> ComputeTimed:
@@ -95,17 +103,33 @@ def shortened(state: ControllerState, event: ComputeTimed) -> ComputeTimed:
     held = state.live.held
     if held is None or len(held.assignment.members) != len(event.compute_s):
         return event
-    slow = _find_slow_ranks(state, held.assignment.layout, event)
+    slow = _find_slow_ranks(state, held.assignment, event)
     return replace(event, compute_s=(), slow=tuple(slow.items()))
 
 
 def _find_slow_ranks(
-    state: ControllerState, layout: Layout, event: ComputeTimed
+    state: ControllerState, assignment: Assignment, event: ComputeTimed
 ) -> dict[int, float]:
+    """The world ranks that are slow, each with its ratio to the others.
+
+    Where shares differ, the times of a microbatch are compared; a GPU reports the time of the same
+    work for any share. There a lower ratio is enough, so that a worker whose ratio is close to the
+    factor does not alternate.
+    """
     if not event.compute_s:
         return dict(event.slow)
-    factor = state.policy.straggler_factor
-    return slowness(event.compute_s, layout, state.job.num_microbatches, factor)
+    layout, factor, compute_s = assignment.layout, state.policy.straggler_factor, event.compute_s
+    if not assignment.shares:
+        return slowness(compute_s, layout, state.job.num_microbatches, factor)
+    if not _has_gpus(state, assignment):
+        shares = [assignment.shares[layout.data_rank(rank)] for rank in range(len(compute_s))]
+        compute_s = tuple(t / n if n else 0.0 for t, n in zip(compute_s, shares, strict=True))
+    return slowness(compute_s, layout, layout.num_data_ranks, least_ratio(factor))
+
+
+def _has_gpus(state: ControllerState, assignment: Assignment) -> bool:
+    records = state.membership.records
+    return any(records[w].device == "cuda" for w in assignment.members if w in records)
 
 
 def _drain_for_standby(state: ControllerState, worker: str) -> bool:

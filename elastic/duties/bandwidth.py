@@ -8,8 +8,8 @@ from dataclasses import replace
 from elastic.geometry.layout import Layout
 from elastic.geometry.topology import Place, Topology
 from elastic.geometry.training_job import Bandwidths, Capacity, Job, TimeFacts
+from elastic.planner.models.step_cost import cost_of
 from elastic.planner.proposal import capacity_of
-from elastic.planner.step_cost import cost_of
 from elastic.protocol.controller_state import ControllerState
 
 NUM_TRIES = 6
@@ -41,9 +41,23 @@ def known_job(state: ControllerState) -> Job:
     """The job with the microbatch time that the steps so far show."""
     if state.job.bandwidths == Bandwidths():
         return state.job
+    measured = state.steps.measured
     return with_microbatch_time(
-        state.job, state.steps.timed_layout, state.steps.median_s(), capacity_now(state)
+        state.job, measured.layout, measured.median_s(), capacity_now(state)
     )
+
+
+def corrected_job(state: ControllerState) -> Job:
+    """The job of `known_job`, with what earlier predictions teach about the choice of a layout.
+
+    Whether to grow is decided without it: a layout that was once slow, because of one of its
+    workers, would otherwise never be tried again.
+    """
+    job = known_job(state)
+    if not job.microbatch_s:
+        return job
+    times = replace(job.times, corrections=state.steps.measured.corrections())
+    return replace(job, times=times)
 
 
 def with_microbatch_time(

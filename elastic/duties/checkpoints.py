@@ -12,7 +12,17 @@ from math import inf
 
 from elastic.duties.membership import forget
 from elastic.duties.recovery import find_live_state
-from elastic.duties.uploads import break_upload, break_uploads, note_part, open_upload, upload_key
+from elastic.duties.uploads import (
+    abandon,
+    break_upload,
+    break_uploads,
+    end_older_parts,
+    note_part,
+    open_upload,
+    take_finished,
+    upload_key,
+    write_patience_s,
+)
 from elastic.protocol.commands import (
     Command,
     DropCheckpoints,
@@ -106,7 +116,7 @@ def expect_parts(state: ControllerState, now: float, vote: Vote) -> None:
     saves = vote.saves(state.job.checkpoint_every) or is_guarded
     if not isinstance(state.phase, Running | Pausing):
         if saves and upload_key(state.generation, vote.step) not in state.checkpoints.uploads:
-            state.checkpoints.stale.append((vote.step, state.generation))
+            abandon(state, vote.step, state.generation, set(state.live.members()))
     elif saves:
         _open(state, now, vote.step)
     elif vote.is_save_due(state.job.checkpoint_every):
@@ -123,22 +133,29 @@ def on_part(state: ControllerState, now: float, event: PartWritten | PartFailed)
 
 def _on_part_written(state: ControllerState, now: float, event: PartWritten) -> None:
     _expect_early(state, now, event)
-    upload = state.checkpoints.uploads.get(upload_key(event.generation, event.step))
-    for worker, file in event.parts:
-        note_part(state, worker)
-        if upload and worker in upload.pending:
-            upload.pending.discard(worker)
-            upload.files[file.name] = file
-            if not upload.pending:
-                state.checkpoints.costs.note_write(now - upload.since)
+    key = upload_key(event.generation, event.step)
+    upload = state.checkpoints.uploads.get(key)
+    for worker, _ in event.parts:
+        note_part(state, worker, key)
+    if not upload:
+        return
+    writers = upload.pending.intersection(worker for worker, _ in event.parts)
+    if not writers:
+        return
+    upload.files.update({file.name: file for worker, file in event.parts if worker in writers})
+    upload.pending -= writers
+    upload.written_s = now - upload.since
+    if not upload.pending:
+        state.checkpoints.costs.note_write(upload.written_s)
 
 
 def _on_part_failed(state: ControllerState, now: float, event: PartFailed) -> list[Command]:
     """A part could not be written: try again later. Published checkpoints stay until there is a
     newer one."""
     _expect_early(state, now, event)
-    note_part(state, event.worker)
-    if not break_upload(state, event.generation, event.step):
+    is_first = break_upload(state, event.generation, event.step)
+    note_part(state, event.worker, upload_key(event.generation, event.step))
+    if not is_first:
         return []  # another part of this upload has failed before
     state.checkpoints.num_failures += 1
     first_s, num_failures = state.policy.save_backoff_s, state.checkpoints.num_failures
@@ -175,7 +192,8 @@ def on_stored(state: ControllerState, event: Checkpointed | CheckpointsRemoved) 
     if isinstance(event, CheckpointsRemoved):
         return []
     saved = Saved(event.step, event.generation, event.path)
-    state.checkpoints.uploads.pop(upload_key(event.generation, event.step), None)
+    if upload := state.checkpoints.uploads.pop(upload_key(event.generation, event.step), None):
+        end_older_parts(state, upload)
     if not state.checkpoints.counts(saved.step, saved.generation):
         state.checkpoints.stale.append((saved.step, saved.generation))
         return []
@@ -227,11 +245,8 @@ def steps_to_remember(steps: Sequence[int], policy: Policy) -> set[int]:
     Of checkpoints that are never removed, it remembers the newer ones densely and the older ones
     sparsely. A resumed run finds all of them in storage.
     """
-    never_removed = [
-        step
-        for step in steps
-        if not policy.keep_last or (policy.keep_every and step % policy.keep_every == 0)
-    ]
+    every = policy.keep_every
+    never_removed = [s for s in steps if not policy.keep_last or (every and s % every == 0)]
     remembered = set(steps)
     while len(never_removed) > MAX_KNOWN:
         forgotten = never_removed[1 : MAX_KNOWN // 2 : 2]
@@ -271,6 +286,9 @@ def end(state: ControllerState, now: float) -> list[Command]:
     if is_saved(state):
         return stop(state)
     held = find_live_state(state)
+    if held is None and state.rollbacks.request:
+        shortfall = f"step {state.committed_step} is not saved: {state.rollbacks.request.cause}"
+        return stop(state, shortfall)
     if held is None:
         return stop(state, "the live workers do not hold the whole state: nothing to save")
     state.live.also_held = [other for other in state.live.holdings() if other is not held]
@@ -279,26 +297,29 @@ def end(state: ControllerState, now: float) -> list[Command]:
     if upload_key(state.generation, state.committed_step) not in state.checkpoints.uploads:
         commands = [*drop_broken(state), _order_parts(state, now, held)]
     phase = state.phase
-    deadline = phase.deadline if isinstance(phase, Saving) else now + state.policy.save_timeout_s
-    state.enter(Saving(state.generation, deadline))
+    last = phase if isinstance(phase, Saving) else Saving(0, now + write_patience_s(state))
+    state.enter(Saving(state.generation, last.deadline, is_extended=last.is_extended))
     return commands
 
 
 def on_deadline(state: ControllerState, now: float) -> list[Command]:
     """Retry a failed last checkpoint, or stop late writers if the others hold all of the state;
-    else end without it."""
+    else end without it. A written one gets its time once more to be published."""
     phase = state.phase
     assert isinstance(phase, Saving)
     if phase.retry_at is not None:
         return end(state, now) if now >= phase.retry_at else []
     upload = state.checkpoints.uploads.get(upload_key(state.generation, state.committed_step))
+    if upload and upload.is_published and not phase.is_extended:
+        phase.deadline, phase.is_extended = now + write_patience_s(state), True
+        return []
     late = sorted(upload.pending) if upload else []
     if not late or not find_live_state(state, without=set(late)):
         return stop(state, "the last checkpoint took too long")
     cause = "it did not write its part in time"
     for worker in late:
         forget(state, now, worker, cause)
-    phase.deadline = now + state.policy.save_timeout_s
+    phase.deadline = now + write_patience_s(state)
     return [*(StopWorker(worker, cause) for worker in late), *end(state, now)]
 
 
@@ -319,11 +340,11 @@ def _open(state: ControllerState, now: float, step: int) -> None:
     key = (step, state.generation)
     if key in state.checkpoints.stale or key in _saved_keys(state):
         return  # already published: workers repeat reports for a restarted controller
-    if not state.checkpoints.counts(*key):
-        state.checkpoints.stale.append(key)
-        return
     assert state.live.held is not None, "members that write hold the state"
     assignment = state.live.held.assignment
+    if not state.checkpoints.counts(*key):
+        abandon(state, *key, set(assignment.members))
+        return
     open_upload(state, now, state.generation, step, set(assignment.members), assignment)
     every_s = interval_s(state)
     state.checkpoints.save_at = now + every_s if every_s else None
@@ -369,6 +390,7 @@ def _retain(state: ControllerState) -> list[Command]:
 def _drop(state: ControllerState, dropped: list[Saved]) -> list[Command]:
     """Remove these checkpoints and the files of broken uploads, but never a checkpoint in use."""
     keys = {*((saved.step, saved.generation) for saved in dropped), *state.checkpoints.stale}
+    keys |= take_finished(state)
     keys -= _saved_keys(state)
     state.checkpoints.stale = []
     return [DropCheckpoints(tuple(sorted(keys)))] if keys else []

@@ -24,11 +24,7 @@ def return_deadline(state: ControllerState) -> float:
     phase, policy = state.phase, state.policy
     if not isinstance(phase, Waiting) or not _has_too_few(state):
         return inf
-    newest = max(
-        state.membership.records[worker].since
-        for worker in state.membership.warm - state.membership.draining
-    )
-    return newest + policy.gang_timeout_s * (1 + policy.gang_jitter)
+    return state.membership.joined_at + policy.gang_timeout_s * (1 + policy.gang_jitter)
 
 
 def return_workers(state: ControllerState, now: float) -> list[Command]:

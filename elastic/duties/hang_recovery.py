@@ -1,8 +1,9 @@
 """Hang timeouts: how long the controller waits for silent or hanging workers, and which it stops.
 
 While survivors unwind, a worker is stopped before `collective_timeout_s` only if it has not
-answered probes, or if a hang caused the abort. One worker hangs: so at most one is stopped at a
-time, and then the others get time to unwind without it.
+answered probes, if a hang caused the abort, or if only newcomers are left, which hold no state. One
+worker hangs: so at most one is stopped at a time, and then the others get time to unwind without
+it.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ def hang_patience_s(state: ControllerState) -> float:
     has nothing to save does not wait for it."""
     policy = state.policy
     is_worth_waiting = not (state.ending and is_saved(state))
-    if not state.steps.recent_step_s and is_worth_waiting:
+    if not state.steps.measured.recent_s and is_worth_waiting:
         return policy.first_step_timeout_s
     first_s = 0.0
     if isinstance(state.phase, Running) and not state.phase.num_commits:
         first_s = min(policy.first_step_timeout_s, policy.hang_factor * state.steps.first_s)
-    return max(policy.hang_timeout_s, policy.hang_factor * state.steps.median_s(), first_s)
+    return max(policy.hang_timeout_s, policy.hang_factor * state.steps.measured.median_s(), first_s)
 
 
 def next_stop_time(state: ControllerState, phase: Aborting) -> float:
@@ -66,7 +67,9 @@ def _suspects_end(state: ControllerState, phase: Aborting) -> float:
     likely hangs is stopped."""
     if phase.pending & phase.suspects:
         return phase.suspected_at + _allowance_s(state, phase)
-    if not phase.is_hang or phase.rolling_forward is not None:
+    if phase.rolling_forward is not None:
+        return inf
+    if not phase.is_hang and (not phase.pending <= phase.newcomers or not find_live_state(state)):
         return inf
     return phase.changed_at + _hang_allowance_s(state, phase)
 
@@ -103,7 +106,7 @@ def _allowance_s(state: ControllerState, phase: Aborting) -> float:
     with a floor for the survivors' devices."""
     policy = state.policy
     floor_s = policy.quiesce_deadline_cuda_s if phase.on_gpu else policy.quiesce_deadline_s
-    measured_s = max(state.steps.median_s(), phase.last_unwound_s)
+    measured_s = max(state.steps.measured.median_s(), phase.last_unwound_s)
     return max(floor_s, policy.quiesce_factor * measured_s)
 
 

@@ -9,15 +9,16 @@ from __future__ import annotations
 from dataclasses import replace
 from math import prod
 
-from elastic.duties.bandwidth import capacity_now, known_job
+from elastic.duties.bandwidth import capacity_now, corrected_job
 from elastic.geometry.errors import Infeasible
 from elastic.geometry.layout import Layout
 from elastic.geometry.target_layout import TargetLayout
 from elastic.planner.layout_choice import LayoutChoice, plan_layout
-from elastic.protocol.commands import Command, LayoutAnswered
+from elastic.protocol.commands import Command
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.duty_records import FormerTarget
 from elastic.protocol.events import LayoutRequested
+from elastic.protocol.notes import LayoutAnswered
 from elastic.protocol.phases import Aborting, Forming, Pausing, Resharding, Running, Saving
 
 
@@ -106,5 +107,5 @@ def _choose(
 ) -> LayoutChoice | Infeasible:
     capacity = replace(capacity_now(state), num_workers=num_workers)
     return plan_layout(
-        _present(state), capacity, target_layout, known_job(state), snapshots_cover=False
+        _present(state), capacity, target_layout, corrected_job(state), snapshots_cover=False
     )

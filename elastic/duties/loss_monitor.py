@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from elastic.duties.rollback import order_rollback, rollback_obstacle
-from elastic.protocol.commands import Command, RecordStep, Warned
+from elastic.protocol.commands import Command, RecordStep
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import Evaluated
+from elastic.protocol.notes import Warned
 from elastic.protocol.phases import Ending
 from elastic.protocol.votes import StepRecord
 

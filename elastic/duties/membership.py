@@ -5,12 +5,13 @@ from __future__ import annotations
 from collections.abc import Set
 
 from elastic.duties.poison_batches import note_lost_worker
-from elastic.duties.uploads import break_uploads
+from elastic.duties.uploads import lose_uploads
 from elastic.geometry.machine_report import Peer
-from elastic.protocol.commands import Command, StartWorkers, StopWorker, Warned
+from elastic.protocol.commands import Command, StartWorkers, StopWorker
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.duty_records import WorkerRecord
 from elastic.protocol.events import WorkerRaised, WorkerReady
+from elastic.protocol.notes import Warned
 from elastic.protocol.phases import Ending, Forming, Resharding, Running, Waiting
 from elastic.protocol.policy import backoff_s
 
@@ -46,7 +47,9 @@ def add_ready_worker(state: ControllerState, now: float, event: WorkerReady) -> 
     if state.membership.digest not in (None, event.digest):
         return _reject_other_sources(state, now, event)
     state.membership.digest = event.digest
-    start_s = now - state.membership.records[event.worker].since
+    former = state.membership.records[event.worker]
+    state.market.pending.pop(event.worker, None)
+    start_s = now - former.since
     state.membership.recent_start_s = [
         *state.membership.recent_start_s[1 - NUM_RECENT_STARTS :],
         start_s,
@@ -55,6 +58,7 @@ def add_ready_worker(state: ControllerState, now: float, event: WorkerReady) -> 
         now, event.node, event.rack, event.pid, event.memory_bytes, event.device, event.machine
     )
     worker_record.is_ready = True
+    worker_record.market = event.market or former.market
     state.membership.records[event.worker] = worker_record
     state.membership.warm.add(event.worker)
     state.membership.ever_ready = True
@@ -64,6 +68,7 @@ def add_ready_worker(state: ControllerState, now: float, event: WorkerReady) -> 
         state.membership.draining.add(event.worker)
         state.membership.node_drains[event.node].draining_workers.add(event.worker)
         return [StopWorker(event.worker, "its node is draining")]
+    state.membership.joined_at = now
     if state.growth.standby_since is None:
         state.growth.standby_since = now
     if state.growth.idle_since is None:
@@ -87,12 +92,11 @@ def forget(
     state.membership.warm.discard(worker)
     state.membership.draining.discard(worker)
     state.checkpoints.late_writers.discard(worker)
+    state.market.pending.pop(worker, None)
+    state.market.extra.discard(worker)
     for held in state.live.holdings():
         held.holders.discard(worker)
-    if break_uploads(state, lambda upload: worker in upload.pending):
-        state.checkpoints.want_save(
-            now
-        )  # else the next one would come a full interval after the lost one
+    lose_uploads(state, now, lambda upload: worker in upload.pending)
 
 
 def drain_for_good(
@@ -134,14 +138,20 @@ def start_missing(state: ControllerState, now: float) -> list[Command]:
     """
     if now < start_deadline(state):
         return []
-    num_missing = _num_missing(state)
-    names = tuple(f"w{state.membership.next_worker + i}" for i in range(num_missing))
-    state.membership.next_worker += num_missing
-    quarantined = tuple(sorted(state.quarantine.until))
+    return [start_workers(state, now, num_missing(state))]
+
+
+def start_workers(state: ControllerState, now: float, number: int) -> StartWorkers:
+    """Start so many workers on machines of the market that is requested now."""
+    names = tuple(f"w{state.membership.next_worker + i}" for i in range(number))
+    state.membership.next_worker += number
+    quarantined, market = tuple(sorted(state.quarantine.until)), state.market.requested
     state.membership.records.update(
-        {name: WorkerRecord(now, quarantined=quarantined) for name in names}
+        {name: WorkerRecord(now, quarantined=quarantined, market=market) for name in names}
     )
-    return [StartWorkers(names, quarantined, _peers_of_new_workers(state))]
+    if market:
+        state.market.pending.update(dict.fromkeys(names, now))
+    return StartWorkers(names, quarantined, _peers_of_new_workers(state), market)
 
 
 def _peers_of_new_workers(state: ControllerState) -> tuple[Peer, ...]:
@@ -161,12 +171,12 @@ def _peers_of_new_workers(state: ControllerState) -> tuple[Peer, ...]:
 
 def start_deadline(state: ControllerState) -> float:
     """When the back-off before new starts is over; infinite if no worker is missing."""
-    if not _num_missing(state):
+    if not num_missing(state):
         return float("inf")
     return max(state.membership.no_start_before, state.gang.no_request_before)
 
 
-def _num_missing(state: ControllerState) -> int:
+def num_missing(state: ControllerState) -> int:
     """How many workers to start; 0 during a recovery."""
     is_calm = (isinstance(state.phase, Waiting) and not state.phase.is_short) or (
         isinstance(state.phase, Running) and state.phase.num_commits > 0
@@ -174,7 +184,8 @@ def _num_missing(state: ControllerState) -> int:
     if not is_calm or state.ending:
         return 0
     num_wanted = state.policy.max_workers - state.growth.num_given_back
-    return max(0, num_wanted - (len(state.membership.records) - len(state.membership.draining)))
+    num_staying = len(state.membership.records) - len(state.membership.draining)
+    return max(0, num_wanted - (num_staying - len(state.market.extra)))
 
 
 def _reject_other_sources(state: ControllerState, now: float, event: WorkerReady) -> list[Command]:
@@ -212,22 +223,22 @@ def _count_start_failure(
     """Back off before the next start; end the run after too many failures without a ready worker.
 
     Machines on which workers fail at once do not end a run whose other workers are still warming
-    up.
+    up: while some that started no later are, as many failures as there are workers count little.
     """
     state.membership.num_start_failures += 1
-    reason = f"workers die while they start: {cause}"
-    first_s, num_failures = state.policy.restart_backoff_s, state.membership.num_start_failures
-    state.membership.no_start_before = now + backoff_s(first_s, num_failures, MAX_BACKOFF_S)
-    max_failures = state.policy.max_start_failures
-    if outcome == "user_error":
-        # All workers of one machine fail at once, others may not.
-        max_failures += state.policy.max_workers
-        reason = cause
-    if state.membership.num_start_failures < max_failures or state.membership.ever_ready:
+    num_failures, policy = state.membership.num_start_failures, state.policy
+    pause_s = backoff_s(policy.restart_backoff_s, num_failures, MAX_BACKOFF_S)
+    state.membership.no_start_before = now + pause_s
+    if state.membership.ever_ready:
         return
+    is_unfit = outcome == "user_error"
     since = state.membership.records[worker].since
-    others_start = any(record.since < since for record in state.membership.records.values())
-    if outcome == "user_error" and others_start:
+    others = [record for name, record in state.membership.records.items() if name != worker]
+    max_failures = policy.max_start_failures
+    if is_unfit or any(record.since <= since for record in others):
+        max_failures += policy.max_workers
+    if is_unfit and any(record.since < since for record in others):
         max_failures *= LONG_START_FACTOR
-    if state.membership.num_start_failures >= max_failures:
+    reason = cause if is_unfit else f"workers die while they start: {cause}"
+    if num_failures >= max_failures:
         state.ending = Ending(outcome, reason)

@@ -38,7 +38,9 @@ def note_lost_worker(state: ControllerState, worker: str) -> None:
     layout = held.assignment.layout
     data_rank = layout.data_rank(held.assignment.world_rank(worker))
     num_microbatches = _num_microbatches(state)
-    ran = deal(num_microbatches, layout.num_data_ranks)[data_rank] if num_microbatches else ()
+    shares = () if is_evaluation else held.assignment.shares
+    dealt = deal(num_microbatches, layout.num_data_ranks, shares) if num_microbatches else ()
+    ran = dealt[data_rank] if dealt else ()
     state.poison.fatal = [*state.poison.fatal, (state.generation, ran)]
 
 

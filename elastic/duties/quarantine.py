@@ -15,7 +15,9 @@ further quarantine of the same node lasts twice as long.
 A worker that something external may have killed (SIGKILL, the out-of-memory killer, a preemption;
 on Ray every end without a known reason) does not count against its node if it trained for longer
 than it took to start: such a node is better than none. A broken device always counts: the
-controller stops its worker, and the next one would get the same device. A machine that fails a
+controller stops its worker, and the next one would get the same device. So does a worker that the
+controller stops because it hangs, holds other bits than its replicas, or keeps generations from
+forming. A machine that fails a
 check (`elastic.controller.health`) quarantines its node at once.
 """
 
@@ -26,11 +28,12 @@ from math import inf
 from statistics import median
 
 from elastic.duties.membership import participants
-from elastic.protocol.commands import Command, NodeQuarantined, NodeReleased, StopWorker
+from elastic.protocol.commands import Command, StopWorker
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.duty_records import Crash, Quarantine, WorkerRecord
 from elastic.protocol.events import WorkerLost
-from elastic.protocol.phases import Aborting, Pausing, Running, Waiting
+from elastic.protocol.notes import NodeQuarantined, NodeReleased
+from elastic.protocol.phases import Aborting, Pausing, Running, Waiting, newcomers_of
 
 TOGETHER_S = 1.0
 """Crashes this close together have one cause, if the worker was already there at the earlier crash:
@@ -57,7 +60,8 @@ def on_crash(state: ControllerState, now: float, event: WorkerLost) -> list[Comm
     step = state.committed_step + 1 if is_at_work and event.worker in state.live.members() else 0
     recent = [c for c in state.quarantine.crashes if now - c.time < state.policy.crash_window_s]
     is_known_crash = event.is_crash or worker_record.has_broken_device
-    is_excused = not is_known_crash and _was_useful(state, worker_record, now)
+    is_new = event.worker in newcomers_of(state.phase)  # it has waited, but never trained
+    is_excused = not (is_known_crash or is_new) and _was_useful(state, worker_record, now)
     crash = Crash(now, worker_record.since, node, step, is_excused)
     state.quarantine.crashes = [*recent, crash]
     counts = _counts(state)
@@ -66,6 +70,12 @@ def on_crash(state: ControllerState, now: float, event: WorkerLost) -> list[Comm
         cause = f"workers have crashed there {counts[node]} times"
         commands.append(_quarantine(state, now, node, cause))
     return commands
+
+
+def blame(state: ControllerState, now: float, worker: str, cause: str) -> list[Command]:
+    """Count a worker that the controller stops for a fault of its own against its node; call this
+    before the worker is removed."""
+    return on_crash(state, now, WorkerLost(worker, cause, is_crash=True))
 
 
 def quarantine_unfit_node(

@@ -19,7 +19,13 @@ MAX_ROLLBACKS = 3
 """Value of the policy field `max_rollbacks`."""
 
 
-def order_rollback(state: ControllerState, limit: int, cause: str, through: int = 0) -> bool:
+def order_rollback(
+    state: ControllerState,
+    limit: int,
+    cause: str,
+    through: int = 0,
+    is_state_in_doubt: bool = False,
+) -> bool:
     """Roll back to `limit` or before at the next step boundary; return False if rollbacks happened
     too often without progress."""
     if state.committed_step > state.rollbacks.from_step + state.policy.spike_window:
@@ -28,7 +34,7 @@ def order_rollback(state: ControllerState, limit: int, cause: str, through: int 
     if state.rollbacks.number > state.policy.max_rollbacks:
         return False
     state.rollbacks.from_step = max(state.rollbacks.from_step, state.committed_step)
-    state.rollbacks.request = Rollback(limit, cause, through)
+    state.rollbacks.request = Rollback(limit, cause, through, is_state_in_doubt)
     void_after(state, limit)
     return True
 
@@ -67,10 +73,12 @@ def saved_up_to(state: ControllerState, limit: int) -> list[Saved]:
 
 
 def discard_live_state(state: ControllerState) -> None:
-    """Drop the live holdings that a rollback undoes. A run that ends instead keeps them."""
-    if state.rollbacks.request and state.ending and state.live.held:
+    """Drop the live holdings that a rollback undoes. A run that ends instead keeps them, unless
+    they are in doubt: a checkpoint of them would be newer than the last sound one."""
+    request = state.rollbacks.request
+    if request and state.ending and state.live.held and not request.is_state_in_doubt:
         state.rollbacks.request = None
-    elif state.rollbacks.request:
+    elif request:
         state.live.held, state.live.also_held = None, []
 
 

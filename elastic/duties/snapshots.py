@@ -15,6 +15,7 @@ from elastic.protocol.commands import (
 )
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.duty_records import SnapshotSet
+from elastic.protocol.notes import Warned
 from elastic.protocol.phases import Running
 from elastic.protocol.policy import backoff_s
 from elastic.protocol.snapshot_events import (
@@ -31,6 +32,8 @@ from elastic.reshard.snapshot_placement import Placement, place_snapshots, short
 SERVER_GRACE_S = 0.5
 """Value of the policy field `snapshot_server_grace_s`."""
 MAX_BACKOFF_S = 60.0
+START_FACTOR = 12
+"""A snapshot server that is not ready after so many times `snapshot.server_timeout_s` is late."""
 
 
 def on_snapshots(
@@ -55,19 +58,13 @@ def on_snapshots(
             if event.node in state.snapshots.servers and find_live_state(state):
                 return [StopSnapshotServer(event.node, event.cause)]
         case SnapshotServerReady():
-            state.snapshots.starting.discard(event.snapshot_server.node)
+            state.snapshots.starting_since.pop(event.snapshot_server.node, None)
+            state.snapshots.late_starts.discard(event.snapshot_server.node)
             state.snapshots.servers[event.snapshot_server.node] = event.snapshot_server
             state.snapshots.placement_at = now
         case SnapshotServerLost():
-            state.snapshots.starting.discard(event.node)
-            state.snapshots.servers.pop(event.node, None)
-            state.snapshots.slots.pop(event.node, None)
-            state.snapshots.parities.pop(event.node, None)
-            state.snapshots.pending.discard(event.node)
-            state.snapshots.num_losses += 1
-            first_s, num_losses = state.policy.restart_backoff_s, state.snapshots.num_losses
-            state.snapshots.no_server_before = now + backoff_s(first_s, num_losses, MAX_BACKOFF_S)
-            state.snapshots.placement_at = now
+            if event.node in state.snapshots.servers.keys() | state.snapshots.starting_since.keys():
+                _lose_server(state, now, event.node)  # else it was stopped while it started
         case SnapshotServerReported():
             if event.generation == state.generation and event.node in state.snapshots.pending:
                 state.snapshots.pending.discard(event.node)
@@ -75,6 +72,20 @@ def on_snapshots(
                 state.snapshots.parities[event.node] = event.parities
                 stop_querying(state, now)
     return []
+
+
+def _lose_server(state: ControllerState, now: float, node: str) -> None:
+    """A node's server is gone, or will be."""
+    snapshots = state.snapshots
+    snapshots.starting_since.pop(node, None)
+    snapshots.servers.pop(node, None)
+    snapshots.slots.pop(node, None)
+    snapshots.parities.pop(node, None)
+    snapshots.pending.discard(node)
+    snapshots.num_losses += 1
+    pause_s = backoff_s(state.policy.restart_backoff_s, snapshots.num_losses, MAX_BACKOFF_S)
+    snapshots.no_server_before = now + pause_s
+    snapshots.placement_at = now
 
 
 def query_snapshot_servers(state: ControllerState, now: float) -> list[Command]:
@@ -122,29 +133,38 @@ def stop_querying(state: ControllerState, now: float) -> None:
 def _are_reports_sufficient(state: ControllerState) -> bool:
     """Whether the reported snapshots restore a state as recent as snapshots promise."""
     source = choose_source(state)
-    every = _auto_every(state) or state.policy.snapshot_every
-    return source.kind == "snapshot" and state.committed_step - source.step <= every
+    is_recent = state.committed_step - source.step <= _every(state)
+    return source.kind == "snapshot" and is_recent
 
 
-def _auto_every(state: ControllerState) -> int:
-    """The steps between snapshots with `snapshot.every=auto`, else 0."""
-    return state.snapshots.auto_every if state.policy.snapshot_every == AUTO_EVERY else 0
+def _every(state: ControllerState) -> int:
+    """The steps between snapshots."""
+    is_auto = state.policy.snapshot_every == AUTO_EVERY
+    return state.snapshots.every or (1 if is_auto else state.policy.snapshot_every)
 
 
 def _on_timed(state: ControllerState, event: SnapshotTimed) -> list[Command]:
-    """Change the interval of `snapshot.every=auto` if the costliest worker calls for it."""
+    """Change the interval if the costliest worker calls for it."""
     snapshots = state.snapshots
     is_current = event.generation == state.generation and isinstance(state.phase, Running)
     nodes = {node for copies in snapshots.placement.copies.values() for node in copies}
-    if not _auto_every(state) or not is_current or not nodes <= snapshots.servers.keys():
+    if not nodes or not is_current or not nodes <= snapshots.servers.keys():
         return []  # after the next `StartSnapshots` it is reported again
-    snapshots.shares[event.worker] = event.share
-    every = interval_for(max(snapshots.shares.values()), snapshots.auto_every)
-    if every == snapshots.auto_every or not nodes:
+    snapshots.costs[event.worker] = (event.share, event.num_steps)
+    former, setting = _every(state), state.policy.snapshot_every
+    every = max(interval_for(s, former, n, setting) for s, n in snapshots.costs.values())
+    if every == former:
         return []
-    snapshots.auto_every = every
+    snapshots.every = every
     snapshots.num_set_changes += 1
-    return [_order_to(state, snapshots.placement)]
+    commands: list[Command] = []
+    if setting != AUTO_EVERY and every > former:
+        text = (
+            f"a snapshot of {event.worker} takes {event.num_steps:.1f} steps: snapshots are taken "
+            f"every {every} steps, not every {setting} as snapshot.every says"
+        )
+        commands.append(Warned(state.generation, state.committed_step, "snapshot", text))
+    return [*commands, _order_to(state, snapshots.placement)]
 
 
 def has_snapshots(state: ControllerState) -> bool:
@@ -174,7 +194,7 @@ def begin_snapshot_set(state: ControllerState, now: float) -> None:
     state.snapshots.are_queried = False
     if state.policy.snapshot_every and state.live.held:
         state.snapshots.sets.append(SnapshotSet(state.live.held.assignment))
-        state.snapshots.shares.clear()
+        state.snapshots.costs.clear()
         state.snapshots.wanted, state.snapshots.placement_at, state.snapshots.num_losses = (
             None,
             now,
@@ -185,10 +205,12 @@ def begin_snapshot_set(state: ControllerState, now: float) -> None:
 def drop_older(state: ControllerState) -> list[Command]:
     """Free the snapshots of earlier generations once those of this generation are whole, or none is
     needed. Also stop snapshot servers on nodes without workers."""
+    if state.snapshots.sets and has_snapshots(state):
+        state.snapshots.sets[-1].was_whole = True
     if len(state.snapshots.sets) < 2 or state.snapshots.wanted is None:
         return []
     if state.snapshots.wanted and not has_snapshots(state):
-        return []
+        return _drop_incomplete(state)
     state.snapshots.sets = state.snapshots.sets[-1:]
     if not state.snapshots.servers:
         return []
@@ -202,19 +224,62 @@ def drop_older(state: ControllerState) -> list[Command]:
     ]
 
 
+def _drop_incomplete(state: ControllerState) -> list[Command]:
+    """Free the snapshots of earlier generations that were never whole. Otherwise generations that
+    end early would fill the memory of the servers."""
+    *earlier, current = state.snapshots.sets
+    whole = [snapshot_set for snapshot_set in earlier if snapshot_set.was_whole][-1:]
+    if len(whole) == len(earlier):
+        return []
+    state.snapshots.sets = [*whole, current]
+    kept_generation = whole[0].assignment.generation if whole else 0
+    nodes = tuple(sorted(state.snapshots.servers))
+    forget = ForgetSnapshots(current.assignment.generation, nodes, kept_generation)
+    return [forget] if nodes else []
+
+
 def placement_deadline(state: ControllerState) -> float:
     """When to place the snapshots: at once on the servers that exist, on new ones after a committed
-    step."""
-    if state.snapshots.placement_at is None or not isinstance(state.phase, Running) or state.ending:
+    step, on the others if one is not ready in time."""
+    if not isinstance(state.phase, Running) or state.ending:
         return inf
+    due = min(
+        (_ready_deadline(state, node) for node in state.snapshots.starting_since), default=inf
+    )
     has_begun = state.snapshots.wanted is not None or not state.snapshots.servers
-    return inf if has_begun and not state.phase.num_commits else state.snapshots.placement_at
+    if state.snapshots.placement_at is None or (has_begun and not state.phase.num_commits):
+        return due
+    return min(due, state.snapshots.placement_at)
+
+
+def _ready_deadline(state: ControllerState, node: str) -> float:
+    """When a server that starts is late."""
+    limit_s = START_FACTOR * state.policy.snapshot_server_timeout_s
+    return state.snapshots.starting_since[node] + limit_s
+
+
+def _stop_late_servers(state: ControllerState, now: float) -> list[Command]:
+    """Stop the servers that are not ready in time. They are started again after a back-off, but
+    snapshots do not wait for them any more."""
+    commands: list[Command] = []
+    for node in sorted(state.snapshots.starting_since):
+        if now >= _ready_deadline(state, node):
+            after_s = now - state.snapshots.starting_since[node]
+            cause = f"the snapshot server of node {node} is not ready after {after_s:.0f} s"
+            if node not in state.snapshots.late_starts:
+                text = f"{cause}: it is started again, and snapshots go to the others"
+                commands.append(Warned(state.generation, state.committed_step, "snapshot", text))
+            commands.append(StopSnapshotServer(node, cause))
+            _lose_server(state, now, node)
+            state.snapshots.late_starts.add(node)
+    return commands
 
 
 def update_placement(state: ControllerState, now: float) -> list[Command]:
     """Start the missing snapshot servers, and order snapshots to those that are ready."""
     if now < placement_deadline(state) or not state.live.held:
         return []
+    stops = _stop_late_servers(state, now)
     state.snapshots.placement_at = None
     assignment = state.live.held.assignment
     topology = {
@@ -228,7 +293,7 @@ def update_placement(state: ControllerState, now: float) -> list[Command]:
     num_chunks = num_chunks_of(state.policy.snapshot_redundancy)
     placement = place_snapshots(assignment, topology, sorted(candidates.values()), num_chunks)
     state.snapshots.wanted = {node for copies in placement.copies.values() for node in copies}
-    commands = _start_missing(state, now)
+    commands = stops + _start_missing(state, now)
     present = [
         snapshot_server.place
         for node, snapshot_server in state.snapshots.servers.items()
@@ -242,25 +307,24 @@ def update_placement(state: ControllerState, now: float) -> list[Command]:
 def _start_missing(state: ControllerState, now: float) -> list[Command]:
     """Start the missing servers, but not before a step has committed, and not during a back-off."""
     assert state.snapshots.wanted is not None and isinstance(state.phase, Running)
-    missing = sorted(
-        state.snapshots.wanted - state.snapshots.servers.keys() - state.snapshots.starting
-    )
+    expected = state.snapshots.servers.keys() | state.snapshots.starting_since.keys()
+    missing = sorted(state.snapshots.wanted - expected)
     if missing and not state.phase.num_commits:
         state.snapshots.placement_at = now
         return []
     if missing and now < state.snapshots.no_server_before:
         state.snapshots.placement_at = state.snapshots.no_server_before
         return []
-    state.snapshots.starting.update(missing)
+    state.snapshots.starting_since.update(dict.fromkeys(missing, now))
     return [StartSnapshotServer(node) for node in missing]
 
 
 def _order_snapshots(state: ControllerState, placement: Placement) -> list[Command]:
-    """Order snapshots once all starting servers are ready, or at once if a server in use is
-    lost."""
-    former = state.snapshots.placement
+    """Order snapshots once all starting servers are ready that may be in time, or at once if a
+    server in use is lost."""
+    former, starting = state.snapshots.placement, state.snapshots.starting_since.keys()
     has_lost = any(set(nodes) - state.snapshots.servers.keys() for nodes in former.copies.values())
-    if placement == former or (state.snapshots.starting and not has_lost):
+    if placement == former or (starting - state.snapshots.late_starts and not has_lost):
         return []
     state.snapshots.num_set_changes += bool(placement.sets or former.sets)
     state.snapshots.placement = placement
@@ -277,6 +341,7 @@ def _order_to(state: ControllerState, placement: Placement) -> StartSnapshots:
     )
     reason = shortfall(placement, num_chunks_of(state.policy.snapshot_redundancy))
     sets, num_changes = placement.sets, state.snapshots.num_set_changes
+    every = _every(state)
     return StartSnapshots(
         state.generation,
         members,
@@ -284,5 +349,5 @@ def _order_to(state: ControllerState, placement: Placement) -> StartSnapshots:
         sets,
         num_changes,
         reason,
-        _auto_every(state),
+        0 if every == state.policy.snapshot_every else every,
     )

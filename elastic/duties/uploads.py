@@ -1,22 +1,27 @@
 """Uploads: checkpoints whose parts are being written, the late ones, and those that never complete.
 
 An upload is open from the moment at which members begin to write their parts until the checkpoint
-is published. It is broken if a part fails or a writer is lost; its files are then stale and removed
-later. A late upload is reported or repeated, or its hanging writers are replaced.
+is published. It is broken if a part fails or a writer is lost; its files are then removed,
+and again once no worker writes a part of it. A late upload is reported or repeated, or its hanging
+writers are replaced.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Set
 from math import inf
 
 from elastic.geometry.assignment import Assignment
-from elastic.protocol.commands import Command, StopWorker, Warned
+from elastic.protocol.commands import Command, StopWorker
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.duty_records import Upload
+from elastic.protocol.notes import Warned
 
 PATIENCE_FACTOR = 4.0
 """A part is late after this many times the longest recent write."""
+FEW_LATE = 0.05
+"""Late writers up to this share of all, or those of one node, are replaced at once: more of them
+show that the storage is slow."""
 
 
 def open_upload(
@@ -33,8 +38,9 @@ def open_upload(
     state.checkpoints.uploads.setdefault(upload_key(generation, step), upload)
 
 
-def note_part(state: ControllerState, worker: str) -> None:
-    """A part has been written, or its write has failed: this worker does not hang."""
+def note_part(state: ControllerState, worker: str, key: str) -> None:
+    """A part of this upload has been written, or could not be: this worker does not hang."""
+    state.checkpoints.unfinished.get(key, set()).discard(worker)
     if worker not in state.checkpoints.late_writers:
         return
     state.checkpoints.late_writers.discard(worker)
@@ -62,8 +68,41 @@ def break_uploads(
     broken = {key: upload for key, upload in state.checkpoints.uploads.items() if selects(upload)}
     for key, upload in broken.items():
         del state.checkpoints.uploads[key]
-        state.checkpoints.stale.append((upload.step, upload.generation))
+        abandon(state, upload.step, upload.generation, upload.pending)
+        state.checkpoints.costs.note_partial_write(upload.written_s)
     return list(broken.values())
+
+
+def lose_uploads(state: ControllerState, now: float, selects: Callable[[Upload], bool]) -> None:
+    """Break the selected uploads, and request another checkpoint in their place: else the next one
+    would come a full interval after the lost one."""
+    if break_uploads(state, selects):
+        state.checkpoints.want_save(now)
+
+
+def abandon(state: ControllerState, step: int, generation: int, writers: Set[str]) -> None:
+    """Remove the files of a checkpoint that will never be complete, and again once each of these
+    workers has ended its write: its part may appear after the first removal."""
+    state.checkpoints.stale.append((step, generation))
+    if writers:
+        state.checkpoints.unfinished[upload_key(generation, step)] = set(writers)
+
+
+def end_older_parts(state: ControllerState, complete: Upload) -> None:
+    """The writers of a complete checkpoint have ended their parts of older ones, in this order; the
+    reports may be lost."""
+    for key, writers in state.checkpoints.unfinished.items():
+        if _position(key) < (complete.generation, complete.step):
+            writers.difference_update(complete.assignment.members)
+
+
+def take_finished(state: ControllerState) -> set[tuple[int, int]]:
+    """Step and generation of abandoned checkpoints that no worker writes a part of any more."""
+    workers, unfinished = state.membership.records.keys(), state.checkpoints.unfinished
+    finished = [key for key, writers in unfinished.items() if writers.isdisjoint(workers)]
+    for key in finished:
+        del unfinished[key]
+    return {(step, generation) for generation, step in map(_position, finished)}
 
 
 def upload_deadline(state: ControllerState) -> float:
@@ -107,6 +146,9 @@ def _handle_late_parts(state: ControllerState, now: float, upload: Upload) -> li
         problem = "has no part yet: the storage does not answer; training continues without it"
         return [_warned(state, now, upload, problem)]
     late_writers = _names(state, upload)
+    if not _do_writers_hang(state, upload):
+        problem = f"is incomplete: {late_writers} still write; training continues without it"
+        return [_warned(state, now, upload, problem)]
     problem = f"is incomplete: {late_writers} did not finish writing; each is replaced"
     holders = set[str]().union(*(held.holders for held in state.live.holdings()))
     newly_late = upload.pending - state.membership.draining
@@ -117,9 +159,33 @@ def _handle_late_parts(state: ControllerState, now: float, upload: Upload) -> li
     return [_warned(state, now, upload, problem), *(StopWorker(worker, cause) for worker in idle)]
 
 
+def _do_writers_hang(state: ControllerState, upload: Upload) -> bool:
+    """Whether the late writers hang, rather than the storage being slow for many: they are few, or
+    a minority of which none has finished since the last look."""
+    num_late, num_all = len(upload.pending), len(upload.assignment.members)
+    num_before, upload.num_files_when_late = upload.num_files_when_late, len(upload.files)
+    if num_late <= max(1, int(FEW_LATE * num_all)) or _are_of_one_node(state, upload):
+        return True
+    return len(upload.files) == num_before and 2 * num_late <= num_all
+
+
+def _are_of_one_node(state: ControllerState, upload: Upload) -> bool:
+    """Whether only one of several nodes has late writers."""
+    records, late = state.membership.records, upload.pending
+    others = [m for m in upload.assignment.members if m in records and m not in late]
+    nodes = {records[worker].node for worker in late}
+    return len(nodes) == 1 and any(records[worker].node not in nodes for worker in others)
+
+
 def upload_key(generation: int, step: int) -> str:
     """The key of an upload in the state."""
     return f"{generation}:{step}"
+
+
+def _position(key: str) -> tuple[int, int]:
+    """Generation and step of an `upload_key`: workers write their parts in this order."""
+    generation, _, step = key.partition(":")
+    return int(generation), int(step)
 
 
 def write_patience_s(state: ControllerState) -> float:

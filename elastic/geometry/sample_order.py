@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import lru_cache
 from hashlib import blake2b, shake_128
+from heapq import heapify, heapreplace
+from itertools import accumulate, pairwise
 from math import isqrt
 from struct import unpack
 
@@ -98,26 +100,59 @@ def batch_number(step: int, skipped: Iterable[int] = (), updates_per_batch: int 
     return number
 
 
-def deal(num_microbatches: int, num_data_ranks: int) -> list[tuple[int, ...]]:
-    """The microbatches of a step for each data rank: contiguous blocks, as even as possible; the
-    first ranks take one more.
+def deal(
+    num_microbatches: int, num_data_ranks: int, shares: Sequence[int] = ()
+) -> list[tuple[int, ...]]:
+    """The microbatches of a step for each data rank: contiguous blocks of the lengths `shares`.
+    Without shares they are as even as possible; the first ranks take one more.
 
     Collectives must match, so every rank runs `num_rounds` rounds; the rounds after its last
-    microbatch are empty. Raises `InvalidSamples` if there is no microbatch or no rank.
+    microbatch are empty. Raises `InvalidSamples` if there is no microbatch or no rank, or if the
+    shares are those of other numbers.
     """
     if num_microbatches < 1 or num_data_ranks < 1:
         raise InvalidSamples(
             f"{num_microbatches} microbatches for {num_data_ranks} data ranks: both must be 1 or "
             "more"
         )
-    share, num_larger = divmod(num_microbatches, num_data_ranks)
-    firsts = [rank * share + min(rank, num_larger) for rank in range(num_data_ranks + 1)]
-    return [tuple(range(*firsts[i : i + 2])) for i in range(num_data_ranks)]
+    sizes = shares or even_shares(num_microbatches, num_data_ranks)
+    if len(sizes) != num_data_ranks or sum(sizes) != num_microbatches or min(sizes) < 0:
+        raise InvalidSamples(
+            f"shares {list(shares)} of {num_microbatches} microbatches for {num_data_ranks} data "
+            "ranks: give one for each rank, none below 0, that add up to the microbatches"
+        )
+    return [tuple(range(*block)) for block in pairwise(accumulate(sizes, initial=0))]
 
 
-def num_rounds(num_microbatches: int, num_data_ranks: int) -> int:
+def num_rounds(num_microbatches: int, num_data_ranks: int, shares: Sequence[int] = ()) -> int:
     """The number of rounds that each data rank runs in a step, empty ones included."""
-    return len(deal(num_microbatches, num_data_ranks)[0])
+    return max(map(len, deal(num_microbatches, num_data_ranks, shares)))
+
+
+def even_shares(num_microbatches: int, num_data_ranks: int) -> tuple[int, ...]:
+    """The number of microbatches of each data rank if all ranks are as fast."""
+    share, num_larger = divmod(num_microbatches, num_data_ranks)
+    return tuple(share + (rank < num_larger) for rank in range(num_data_ranks))
+
+
+def balanced_shares(costs: Sequence[float], num_microbatches: int) -> tuple[int, ...]:
+    """The number of microbatches of each data rank for which the slowest rank is done soonest.
+
+    Rank r needs `costs[r]`, above 0, for a microbatch, in any unit. Each rank gets at least one
+    microbatch if there are enough, because a rank without any shows no compute time. With equal
+    costs these are `even_shares`. One microbatch after the other goes to the rank that would be
+    done with it first, which is optimal for costs that grow with the share (Fox, Discrete
+    Optimization via Marginal Analysis, Management Science 1966).
+    """
+    least = int(num_microbatches >= len(costs))
+    shares = [least] * len(costs)
+    ends = [((least + 1) * cost, rank) for rank, cost in enumerate(costs)]
+    heapify(ends)
+    for _ in range(num_microbatches - sum(shares)):
+        _, rank = ends[0]
+        shares[rank] += 1
+        heapreplace(ends, ((shares[rank] + 1) * costs[rank], rank))
+    return tuple(shares)
 
 
 def microbatch_seed(run_seed: int, step: int, microbatch: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from elastic.geometry.layout import Layout
 from elastic.geometry.model_limits import Limits
 
 
@@ -154,6 +155,19 @@ class Machine:
 
 
 @dataclass(frozen=True, slots=True)
+class Corrections:
+    """Factors by which predicted steps of a layout are corrected, from earlier predictions of this
+    run; `others` is that of layouts that it has not trained under."""
+
+    by_layout: tuple[tuple[Layout, float], ...] = ()
+    others: float = 1.0
+
+    def of(self, layout: Layout) -> float:
+        """The factor of a layout."""
+        return next((factor for known, factor in self.by_layout if known == layout), self.others)
+
+
+@dataclass(frozen=True, slots=True)
 class TimeFacts:
     """What the step-time model knows beyond the size of the model; empty: not measured.
 
@@ -164,6 +178,7 @@ class TimeFacts:
     shares: PassShares = PassShares()
     machine: Machine = Machine()
     merges: bool = True
+    corrections: Corrections = Corrections()
 
     @property
     def plain(self) -> StepTrial | None:

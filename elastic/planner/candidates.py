@@ -12,7 +12,7 @@ from itertools import product
 
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Capacity, Job
-from elastic.planner.memory_model import fits, too_big
+from elastic.planner.models.memory_model import fits, too_big
 
 Pair = tuple[int, int]
 """(dp, fsdp)."""

@@ -57,6 +57,12 @@ class CheckpointCosts:
         """Note how long a checkpoint took, from its begin until all parts were written."""
         self.writes_s = [*self.writes_s[1 - NUM_RECENT :], write_s]
 
+    def note_partial_write(self, write_s: float) -> None:
+        """Note how long the written parts took of a checkpoint that broke: all would have taken
+        longer. Shorter times than recent ones say nothing."""
+        if write_s > max(self.writes_s, default=0.0):
+            self.note_write(write_s)
+
     def note_failure(self, generation: int) -> None:
         """Note that this generation lost a member or the whole session of the run."""
         if generation != self.failed_generation:

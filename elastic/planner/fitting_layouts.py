@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from elastic.geometry.layout import Layout
 from elastic.geometry.training_job import Job
-from elastic.planner.memory_model import worker_bytes
+from elastic.planner.models.memory_model import worker_bytes
 
 UNREPORTED_SHARE = 0.1
 """If the allocator did not report the size of the failed request: this share of the held bytes."""

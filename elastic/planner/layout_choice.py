@@ -35,8 +35,8 @@ from elastic.geometry.layout import Layout
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Capacity, Job
 from elastic.planner.candidates import Candidates, lowered, raised, refused_shape, unusable
-from elastic.planner.memory_model import fits, too_big
-from elastic.planner.step_cost import step_cost
+from elastic.planner.models.memory_model import fits, too_big
+from elastic.planner.models.step_cost import step_cost
 
 STEP_TOLERANCE = 1.05 + 1e-9
 NUM_SHOWN_REFUSALS = 8
@@ -44,11 +44,13 @@ NUM_SHOWN_REFUSALS = 8
 
 @dataclass(frozen=True, slots=True)
 class LayoutChoice:
-    """A layout, the reason for it, and the reasons of the first few refusals."""
+    """A layout, the reason for it, the reasons of the first few refusals, and the predicted seconds
+    of a step (0: not known)."""
 
     layout: Layout
     reason: str
     refusals: tuple[str, ...] = ()
+    step_s: float = 0.0
 
 
 Candidate = tuple[float, int, int, TargetLayout]
@@ -72,10 +74,11 @@ def plan_layout(
     if target_layout.data_axes:
         refusal = _refused_target(target_layout, job, capacity, *target_layout.data_axes)
         if refusal is None:
-            layout = target_layout.layout(*target_layout.data_axes)
-            return LayoutChoice(
-                layout, f"{layout} is the target layout, and {num_workers} workers are available"
-            )
+            dp, fsdp = target_layout.data_axes
+            layout = target_layout.layout(dp, fsdp)
+            reason = f"{layout} is the target layout, and {num_workers} workers are available"
+            step_s = step_cost(target_layout, job, capacity)(dp, fsdp) if job.microbatch_s else 0.0
+            return LayoutChoice(layout, reason, step_s=step_s)
         refusals.append(refusal)
     for candidates in _tiers(target_layout, job, capacity):
         refusals += candidates.refusals
@@ -177,7 +180,8 @@ def _choose(
     best = min(equal, key=lambda c: (_moved_share(previous, c), _layout(c).degrees))
     unit = "s" if has_seconds else "microbatches"
     reason = _reason(best, candidates, refusals, capacity, unit)
-    return LayoutChoice(_layout(best), reason, _first_refusals(refusals))
+    step_s = best[0] if has_seconds else 0.0
+    return LayoutChoice(_layout(best), reason, _first_refusals(refusals), step_s)
 
 
 def _moved_share(previous: Layout | None, candidate: Candidate) -> Fraction:

@@ -1,8 +1,8 @@
 """Layout ranking: the layouts of so many workers on a device, by predicted seconds a step.
 
-Seconds are those of the step-time model (`step_cost`). Of a device that nothing was measured on,
-a microbatch follows a roofline: it takes the larger of its operations at `efficiency` of the
-device's peak and its memory traffic at the memory's bandwidth.
+Seconds are those of the step-time model (`step_cost`), by what was measured of the device. If that
+is nothing, a microbatch follows a roofline: it takes the larger of its operations at `efficiency`
+of the device's peak and its memory traffic at the memory's bandwidth.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Bandwidths, Capacity, Job, Machine, TimeFacts
 from elastic.planner.candidates import refused_shape
 from elastic.planner.devices import DeviceSpec
-from elastic.planner.memory_model import fits
-from elastic.planner.step_cost import step_parts
-from elastic.planner.worker_memory import WorkerMemory, pass_memory, worker_memory
+from elastic.planner.models.memory_model import fits
+from elastic.planner.models.step_cost import step_parts
+from elastic.planner.models.worker_memory import WorkerMemory, pass_memory, worker_memory
 
 EFFICIENCY = 0.45
 """The share of a device's peak that large matrix products and the kernels between them reach."""
@@ -36,7 +36,8 @@ class Workplace:
     """What the workers are, and what a step of the job has to do.
 
     A step has `step_flops` operations in forward and backward, and `recomputed` times as many are
-    computed with activation checkpointing. `price` is that of a worker for an hour.
+    computed with activation checkpointing. `price` is that of a worker for an hour. `times` are
+    measured on this device; None: nothing is.
     """
 
     device: DeviceSpec
@@ -45,6 +46,7 @@ class Workplace:
     recomputed: float = 1.0
     efficiency: float = EFFICIENCY
     price: float | None = None
+    times: TimeFacts | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,20 +119,26 @@ def candidate_layouts(job: Job, device: DeviceSpec, num_workers: int) -> Iterato
 
 
 def with_speed(job: Job, workplace: Workplace) -> Job:
-    """The job with the seconds of a microbatch and what the table knows of this device.
+    """The job with the seconds of a microbatch, and what is measured of this device or what the
+    table knows of it.
 
     A worker on a device of its own hides communication behind compute; a CPU does both.
     """
     device, memory = workplace.device, job.memory
+    bandwidths = Bandwidths(
+        device.node_gb_s * 1e9 or None, device.far_gb_s * 1e9 or None, device.far_gb_s * 1e9 or None
+    )
+    if workplace.times is not None and workplace.times.plain is not None:
+        machine = replace(workplace.times.machine, latency_s=device.latency_us / 1e6)
+        times = replace(workplace.times, machine=machine)
+        seconds = workplace.times.plain.single_s
+        return replace(job, microbatch_s=seconds, bandwidths=bandwidths, times=times)
     flops = workplace.step_flops * workplace.recomputed / max(1, job.num_microbatches)
     moved = PARAMETER_READS * (memory.copy_bytes or job.param_bytes)
     if memory.passes:
         trial = pass_memory(memory.passes, 1)
         moved += ACTIVATION_ACCESSES * (trial.blocks_bytes + trial.outer_bytes)
     by_memory = moved / (device.memory_gb_s * 1e9) if device.memory_gb_s else 0.0
-    bandwidths = Bandwidths(
-        device.node_gb_s * 1e9 or None, device.far_gb_s * 1e9 or None, device.far_gb_s * 1e9 or None
-    )
     seconds = max(flops / (workplace.peak_flops * workplace.efficiency), by_memory)
     machine = Machine(
         interference=1.0 if device.name == "cpu" else 0.0,

@@ -24,11 +24,13 @@ __all__ = ["Job", "Place", "Proposal", "TargetLayout", "Topology", "assign", "pr
 
 @dataclass(frozen=True, slots=True)
 class Proposal:
-    """An assignment, the reason for its layout, and why other layouts were refused."""
+    """An assignment, the reason for its layout, why other layouts were refused, and the predicted
+    seconds of a step (0: not known)."""
 
     assignment: Assignment
     reason: str
     refusals: tuple[str, ...] = ()
+    step_s: float = 0.0
 
 
 def propose(
@@ -61,7 +63,7 @@ def propose(
     placed = set(ranks)
     standbys = tuple(worker for worker in unique if worker not in placed)
     assignment = Assignment(generation, choice.layout, ranks, standbys)
-    return Proposal(assignment, choice.reason, choice.refusals)
+    return Proposal(assignment, choice.reason, choice.refusals, choice.step_s)
 
 
 def assign(

@@ -1,9 +1,8 @@
 """Commands: the outputs of the core, in the imperative. They return nothing; events report the
 outcome.
 
-Commands to workers carry the generation; the shell adds the controller's incarnation. Commands
-that only record a decision, such as `Resharded`, `Warned` and `Stopped`, are carried out by writing
-them to the journal.
+Commands to workers carry the generation; the shell adds the controller's incarnation. A note
+(`notes`) only records a decision: it is carried out by writing it to the journal.
 """
 
 from __future__ import annotations
@@ -14,6 +13,7 @@ from elastic.geometry.assignment import Assignment
 from elastic.geometry.layout import Layout
 from elastic.geometry.machine_report import Peer
 from elastic.protocol.events import PartFile
+from elastic.protocol.notes import Note
 from elastic.protocol.votes import StepRecord, Vote
 from elastic.reshard.reshard_plan import ReshardPlan
 from elastic.reshard.snapshot_placement import SnapshotServer
@@ -31,6 +31,8 @@ class StartWorkers:
     """Nodes on which no worker may start, even if no other node is free."""
     peers: tuple[Peer, ...] = ()
     """Members on different nodes, with which a new worker measures its links."""
+    market: str = ""
+    """`spot` or `on-demand`: the market of their machines; empty: any."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,7 +63,7 @@ class StartSnapshots:
     reason: str = ""
     """Why the requested redundancy is not possible in full; empty if it is."""
     every: int = 0
-    """Steps between two snapshots, with `snapshot.every=auto`; 0: as the worker's options say."""
+    """Steps between two snapshots, as their cost requires; 0: as the worker's options say."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,10 +76,12 @@ class QuerySnapshotServers:
 
 @dataclass(frozen=True, slots=True)
 class ForgetSnapshots:
-    """Free all snapshots that were taken before this generation."""
+    """Free all snapshots that were taken before this generation, except those of another."""
 
     generation: int
     nodes: tuple[str, ...]
+    kept_generation: int = 0
+    """0: none is kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -246,89 +250,6 @@ class RecordStep:
 
 
 @dataclass(frozen=True, slots=True)
-class Resharded:
-    """The state is in place under the new assignment."""
-
-    generation: int
-    step: int
-    source: str
-    bytes_moved: int
-    bytes_needed: int
-    seconds: float
-
-
-@dataclass(frozen=True, slots=True)
-class RolledBack:
-    """The run continues from an older step: no live holdings cover a newer one, or for `cause`.
-
-    In the second case the run skips the batches with the numbers `skipped_batches` from now on.
-    """
-
-    generation: int
-    step: int
-    from_step: int
-    source: str
-    cause: str = ""
-    skipped_batches: tuple[int, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Warned:
-    """A warning to the user: `kind` is `skipped`, `spike`, `audit`, `notice`, `machine`,
-    `health`, `straggler` or `checkpoint`."""
-
-    generation: int
-    step: int
-    kind: str
-    text: str
-
-
-@dataclass(frozen=True, slots=True)
-class Replaced:
-    """A worker drains at the next step boundary, and a standby worker takes its place."""
-
-    worker: str
-    cause: str
-
-
-@dataclass(frozen=True, slots=True)
-class NodeQuarantined:
-    """No worker starts on a node before `until` (seconds since the epoch)."""
-
-    node: str
-    until: float
-    cause: str
-
-
-@dataclass(frozen=True, slots=True)
-class NodeReleased:
-    node: str
-    cause: str
-
-
-@dataclass(frozen=True, slots=True)
-class Waited:
-    """The run does not train, for this reason."""
-
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class LayoutAnswered:
-    """The answer to a layout request: a refusal, or the layout `planned` for the current workers.
-
-    `present` is the layout under which the run trains in `generation` or is about to; empty if the
-    run waits. If the two differ, a higher generation will bring the change.
-    """
-
-    generation: int
-    request: str
-    planned: str
-    present: str
-    refusal: str = ""
-
-
-@dataclass(frozen=True, slots=True)
 class Stopped:
     """The run has ended: `completed`, `failed`, `interrupted` or `user_error`."""
 
@@ -374,13 +295,6 @@ Command = (
     | DropCheckpoints
     | SetAside
     | RecordStep
-    | Resharded
-    | RolledBack
-    | Warned
-    | Replaced
-    | NodeQuarantined
-    | NodeReleased
-    | Waited
-    | LayoutAnswered
     | Stopped
+    | Note
 )

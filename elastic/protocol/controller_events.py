@@ -1,4 +1,4 @@
-"""Controller events: reports of the controller about itself and about its probes."""
+"""Controller events: reports of the controller about itself, its probes and its fleet."""
 
 from __future__ import annotations
 
@@ -59,6 +59,14 @@ class WorkersStalled:
     workers: tuple[str, ...]
 
 
+@dataclass(frozen=True, slots=True)
+class WorkerPlaced:
+    """A worker requested on a market has got a machine: its process has started to warm up."""
+
+    worker: str
+    node: str
+
+
 ControllerEvent = (
     ControllerRestarted
     | ControllerRaised
@@ -66,4 +74,5 @@ ControllerEvent = (
     | CheckpointsRemoved
     | WorkerAnswered
     | WorkersStalled
+    | WorkerPlaced
 )

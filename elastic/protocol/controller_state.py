@@ -6,10 +6,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
 
 from elastic.geometry.training_job import Job
+from elastic.protocol.duty_records import Duty
 from elastic.protocol.duty_state import (
     AuditDuty,
     CheckpointDuty,
-    Duty,
     ErrorDuty,
     FormingDuty,
     GangDuty,
@@ -17,6 +17,7 @@ from elastic.protocol.duty_state import (
     LayoutDuty,
     LiveDuty,
     LossDuty,
+    MarketDuty,
     MembershipDuty,
     PoisonDuty,
     QuarantineDuty,
@@ -53,6 +54,7 @@ class ControllerState:
     membership: MembershipDuty = field(default_factory=MembershipDuty)
     growth: GrowthDuty = field(default_factory=GrowthDuty)
     gang: GangDuty = field(default_factory=GangDuty)
+    market: MarketDuty = field(default_factory=MarketDuty)
     quarantine: QuarantineDuty = field(default_factory=QuarantineDuty)
     stragglers: StragglerDuty = field(default_factory=StragglerDuty)
     poison: PoisonDuty = field(default_factory=PoisonDuty)

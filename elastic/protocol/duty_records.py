@@ -1,14 +1,38 @@
-"""Records that duties of the controller keep: workers, drains, crashes, uploads and others."""
+"""`Duty`, and records that duties keep: workers, drains, crashes, uploads and others."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.machine_report import MachineReport
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.topology import Place
 from elastic.protocol.events import PartFile
+
+
+@dataclass(slots=True)
+class Duty:
+    """State of one duty. `roll_back` forgets what happened after a step, and `shift_clock` moves
+    times by the controller's absence."""
+
+    CLOCKS: ClassVar[tuple[str, ...]] = ()
+    """The fields that hold a time, times in a list or by name, or None."""
+
+    def roll_back(self, step: int) -> None:
+        """Forget what happened after `step`."""
+
+    def shift_clock(self, seconds: float) -> None:
+        """Move all times by a period in which the controller was away."""
+        for name in self.CLOCKS:
+            value = getattr(self, name)
+            if isinstance(value, list):
+                setattr(self, name, [time + seconds for time in value])
+            elif isinstance(value, dict):
+                setattr(self, name, {key: time + seconds for key, time in value.items()})
+            elif value is not None:
+                setattr(self, name, value + seconds)
 
 
 @dataclass(slots=True)
@@ -25,6 +49,8 @@ class WorkerRecord:
     machine: MachineReport = field(default_factory=MachineReport)
     quarantined: tuple[str, ...] = ()
     """The nodes that were quarantined when it was started."""
+    market: str = ""
+    """The market of its machine, as it was requested or as the machine's label says."""
     is_ready: bool = False
     has_broken_device: bool = False
     silent_in: int = 0
@@ -33,6 +59,30 @@ class WorkerRecord:
     @property
     def place(self) -> Place:
         return Place(self.node, self.rack)
+
+
+@dataclass(slots=True)
+class Dealing:
+    """How many microbatches each data rank is to compute, by its speed.
+
+    The generation after `generation` deals by `shares` if it has the same members; empty: evenly.
+    """
+
+    generation: int = 0
+    shares: tuple[int, ...] = ()
+    num_better: int = 0
+    """In how many reports of compute times in a row other shares would make steps shorter."""
+    num_reports: int = 0
+    """Since the shares last changed; not counted before their first change."""
+    num_changes: int = 0
+    """Without a long time between them."""
+    planned: dict[str, float] = field(default_factory=dict)
+    """The ratio of each straggler for which the shares were planned."""
+    excess: dict[str, float] = field(default_factory=dict)
+    """By straggler, how many times too high its ratio is with a smaller share, because not all of
+    its compute time depends on the share."""
+    step_s: float = 0.0
+    """The median time of a step with even shares, before they were changed; 0: not known."""
 
 
 @dataclass(slots=True)
@@ -58,6 +108,10 @@ class Crash:
     is_excused: bool = False
     """Whether it does not count against its node by itself: see `quarantine`."""
 
+    def shifted(self, seconds: float) -> Crash:
+        """The crash on a clock that was moved."""
+        return replace(self, time=self.time + seconds, since=self.since + seconds)
+
 
 @dataclass(frozen=True, slots=True)
 class Quarantine:
@@ -67,6 +121,10 @@ class Quarantine:
     number: int
     since: float
     is_unfit: bool = False
+
+    def shifted(self, seconds: float) -> Quarantine:
+        """The quarantine on a clock that was moved."""
+        return replace(self, since=self.since + seconds)
 
 
 @dataclass(slots=True)
@@ -98,6 +156,8 @@ class SnapshotSet:
     """None while steps are still committed under the assignment."""
     is_used: bool = False
     """Whether the members have been ordered to take any."""
+    was_whole: bool = False
+    """Whether a vote has said that all of them are complete."""
 
 
 @dataclass(slots=True)
@@ -125,6 +185,10 @@ class Upload:
     deadline: float = 0.0
     """When the missing parts count as late: see `CheckpointDuty.late_writers`."""
     files: dict[str, PartFile] = field(default_factory=dict)
+    written_s: float = 0.0
+    """How long the newest of the written parts took."""
+    num_files_when_late: int = 0
+    """How many were written when the others last counted as late."""
     is_published: bool = False
 
 
@@ -146,6 +210,8 @@ class Rollback:
     limit: int
     cause: str
     through: int = 0
+    is_state_in_doubt: bool = False
+    """A run that ends instead does not save its state: it may be corrupt."""
 
 
 @dataclass(frozen=True, slots=True)

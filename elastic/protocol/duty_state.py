@@ -1,23 +1,23 @@
 """What each duty of the controller remembers: one dataclass a duty; only its owner writes it.
 
-Each has `roll_back(step)`, which forgets what happened after a step, and `shift_clock(seconds)`,
-which moves its times by the controller's absence. `ControllerState` calls both over all duties, so
-a new duty cannot be forgotten.
+`ControllerState` calls `roll_back` and `shift_clock` over all duties, so a new duty cannot be
+forgotten.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field, replace
-from typing import ClassVar
+from dataclasses import dataclass, field
 
-from elastic.geometry.layout import Layout
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.topology import Place
 from elastic.planner.checkpoint_interval import CheckpointCosts
+from elastic.planner.models.measured_steps import MeasuredSteps
 from elastic.protocol.duty_records import (
     CatchUp,
     Crash,
+    Dealing,
     Drain,
+    Duty,
     FormerTarget,
     HeldState,
     Quarantine,
@@ -31,28 +31,6 @@ from elastic.protocol.duty_records import (
 from elastic.protocol.events import Saved
 from elastic.protocol.votes import Vote
 from elastic.reshard.snapshot_placement import ParitySlot, Placement, Slot, SnapshotServer
-
-
-@dataclass(slots=True)
-class Duty:
-    """State of one duty."""
-
-    CLOCKS: ClassVar[tuple[str, ...]] = ()
-    """The fields that hold a time, times in a list or by name, or None."""
-
-    def roll_back(self, step: int) -> None:
-        """Forget what happened after `step`."""
-
-    def shift_clock(self, seconds: float) -> None:
-        """Move all times by a period in which the controller was away."""
-        for name in self.CLOCKS:
-            value = getattr(self, name)
-            if isinstance(value, list):
-                setattr(self, name, [time + seconds for time in value])
-            elif isinstance(value, dict):
-                setattr(self, name, {key: time + seconds for key, time in value.items()})
-            elif value is not None:
-                setattr(self, name, value + seconds)
 
 
 @dataclass(slots=True)
@@ -74,9 +52,8 @@ class StepDuty(Duty):
     """First and last step of which only the records were received, not the votes: their parts show
     which of them were saved."""
     last_vote: Vote | None = None  # the newest of this generation that any worker has read
-    recent_step_s: list[float] = field(default_factory=list)
+    measured: MeasuredSteps = field(default_factory=MeasuredSteps)
     first_s: float = 0.0  # the longest first step of a generation, which may compile
-    timed_layout: Layout | None = None  # of the steps in `recent_step_s`
     boundary_at: float = 0.0
     """When the members were last known to be at a step boundary. They pass others while the
     controller is away, so this time does not move."""
@@ -85,11 +62,6 @@ class StepDuty(Duty):
     def begin_generation(self) -> None:
         """A vote decides a step of its own generation only."""
         self.unheard, self.last_vote, self.stalled = (0, 0), None, ()
-
-    def median_s(self) -> float:
-        """Median step time, 0 if no step was timed."""
-        times = sorted(self.recent_step_s)
-        return times[len(times) // 2] if times else 0.0
 
 
 @dataclass(slots=True)
@@ -119,6 +91,7 @@ class FormingDuty(Duty):
     sent_bytes_per_s: float = 0.0  # by a member in the latest live reshard; 0: not measured
     num_late_reshards: int = 0  # that exceeded their time limit since the latest measured one
     num_attempts: int = 0  # recoveries since the last committed step
+    deferred: dict[str, int] = field(default_factory=dict)  # newcomers, by attempts that broke
     last_failure: str = ""
 
 
@@ -152,13 +125,12 @@ class LiveDuty(Duty):
 class MembershipDuty(Duty):
     """Which workers exist. Owners: `membership`, `drain`."""
 
-    CLOCKS = ("no_start_before", "changes_at")
+    CLOCKS = ("no_start_before", "changes_at", "joined_at")
 
     records: dict[str, WorkerRecord] = field(default_factory=dict)
     warm: set[str] = field(default_factory=set)
     draining: set[str] = field(default_factory=set)
-    node_drains: dict[str, Drain] = field(default_factory=dict)
-    """By node."""
+    node_drains: dict[str, Drain] = field(default_factory=dict)  # by node
     next_worker: int = 0
     digest: str | None = None
     ever_ready: bool = False
@@ -168,6 +140,8 @@ class MembershipDuty(Duty):
     """How long the latest workers took from start to ready."""
     changes_at: list[float] = field(default_factory=list)
     """When members were last lost or drained."""
+    joined_at: float = 0.0
+    """When a worker last became ready to stay."""
     changed_generation: int = 0
     usual: UsualMachines = field(default_factory=UsualMachines)
 
@@ -202,8 +176,7 @@ class QuarantineDuty(Duty):
 
     CLOCKS = ("short_since", "until")
 
-    crashes: list[Crash] = field(default_factory=list)
-    """The latest, the oldest first."""
+    crashes: list[Crash] = field(default_factory=list)  # the latest, the oldest first
     until: dict[str, float] = field(default_factory=dict)
     """By quarantined node, when its quarantine ends."""
     past: dict[str, Quarantine] = field(default_factory=dict)
@@ -213,19 +186,13 @@ class QuarantineDuty(Duty):
 
     def shift_clock(self, seconds: float) -> None:
         Duty.shift_clock(self, seconds)
-        self.crashes = [
-            replace(crash, time=crash.time + seconds, since=crash.since + seconds)
-            for crash in self.crashes
-        ]
-        self.past = {
-            node: replace(quarantine, since=quarantine.since + seconds)
-            for node, quarantine in self.past.items()
-        }
+        self.crashes = [crash.shifted(seconds) for crash in self.crashes]
+        self.past = {node: past.shifted(seconds) for node, past in self.past.items()}
 
 
 @dataclass(slots=True)
 class StragglerDuty(Duty):
-    """Owner: `stragglers`."""
+    """Owners: `stragglers`, `shares`."""
 
     timed: tuple[int, int] = (0, 0)
     """Generation and step of the latest report of compute times."""
@@ -233,6 +200,7 @@ class StragglerDuty(Duty):
     """By straggler, in how many reports in a row it was one."""
     reported: set[str] = field(default_factory=set)
     num_replaced: int = 0
+    dealing: Dealing = field(default_factory=Dealing)
 
 
 @dataclass(slots=True)
@@ -267,6 +235,30 @@ class GangDuty(Duty):
 
 
 @dataclass(slots=True)
+class MarketDuty(Duty):
+    """Owners: `market`, and `membership` for what is pending."""
+
+    CLOCKS = ("pending", "short_until", "exchange_at")
+
+    requested: str = ""
+    """The market of the machines on which workers are requested now; empty: any machine."""
+    pending: dict[str, float] = field(default_factory=dict)
+    """By worker requested on a market that has no machine yet, since when."""
+    extra: set[str] = field(default_factory=set)
+    """Spot workers beyond the wanted number, each to be exchanged for an on-demand worker."""
+    num_changes: int = 0  # of the market since a requested worker last got a machine
+    num_refusals: int = 0  # of spot machines since a worker last got one
+    short_until: float | None = None  # until then spot machines count as short
+    exchange_at: float | None = None  # when to try to exchange on-demand workers
+    spot_worker_s: float = 0.0  # how long the lost spot workers lived together
+    num_spot_lost: int = 0
+    has_warned: bool = False  # of missing labels
+    opened_at: float = 0.0  # the run's first start
+    is_behind: bool = False  # and needs on-demand machines to be done in time
+    has_slack: bool = True
+
+
+@dataclass(slots=True)
 class ErrorDuty(Duty):
     """Owner: `controller_errors`."""
 
@@ -281,20 +273,22 @@ class ErrorDuty(Duty):
 class SnapshotDuty(Duty):
     """Owner: `snapshots`."""
 
-    CLOCKS = ("no_server_before", "queried_until", "placement_at")
+    CLOCKS = ("starting_since", "no_server_before", "queried_until", "placement_at")
 
-    servers: dict[str, SnapshotServer] = field(default_factory=dict)
-    """By node."""
-    starting: set[str] = field(default_factory=set)
+    servers: dict[str, SnapshotServer] = field(default_factory=dict)  # by node
+    starting_since: dict[str, float] = field(default_factory=dict)
+    """By node, when the start of its server was ordered."""
+    late_starts: set[str] = field(default_factory=set)
+    """Nodes whose last server was not ready in time: placement does not wait for the next one."""
     sets: list[SnapshotSet] = field(default_factory=list)
     placement: Placement = field(default_factory=Placement)
     """Where the members send their snapshots."""
     num_set_changes: int = 0
-    """How often the parity sets or `auto_every` have changed in this generation."""
-    auto_every: int = 1
-    """The steps between snapshots with `snapshot.every=auto`; kept when a generation ends."""
-    shares: dict[str, float] = field(default_factory=dict)
-    """By worker, the `share` of its newest `SnapshotTimed`."""
+    """How often the parity sets or `every` have changed in this generation."""
+    every: int = 0
+    """The steps between snapshots, if their cost has changed them; kept when a generation ends."""
+    costs: dict[str, tuple[float, float]] = field(default_factory=dict)
+    """By worker, `share` and `num_steps` of its newest `SnapshotTimed`."""
     placement_at: float | None = None
     """When to compute the placement again, if at all."""
     wanted: set[str] | None = None
@@ -325,6 +319,9 @@ class CheckpointDuty(Duty):
     uploads: dict[str, Upload] = field(default_factory=dict)
     stale: list[tuple[int, int]] = field(default_factory=list)
     """Step and generation of useless checkpoints in storage: voided, or never to be complete."""
+    unfinished: dict[str, set[str]] = field(default_factory=dict)
+    """By `upload_key`, of those never to be complete: the workers that may still write their part,
+    after which the files are removed again."""
     voided: tuple[VoidedCheckpoints, ...] = ()
     held_out_losses: dict[str, float] = field(default_factory=dict)
     """By step, as far as needed to choose the best checkpoint."""
@@ -380,8 +377,7 @@ class AuditDuty(Duty):
 
     audited_step: int = 0
     """All replicas were equal up to this step, or the run began from it."""
-    differing_generation: int = 0
-    """The generation in which replicas differed."""
+    differing_generation: int = 0  # in which replicas differed
 
     def roll_back(self, step: int) -> None:
         self.audited_step = min(self.audited_step, step)

@@ -68,8 +68,9 @@ class WorkerReady:
 
     `memory_bytes` is the memory of its `device` (`cpu` or `cuda`), `digest` that of its sources and
     tensor specs, equal on all workers of a run, `node_type` the cluster's name for this type of
-    node, `step_flops` the floating-point operations of a whole step of the run, `peak_flops` the
-    most that the device can do a second. None or empty: not known.
+    node, `market` its label `spot` or `on-demand`, `step_flops` the floating-point operations of a
+    whole step of the run, `peak_flops` the most that the device can do a second. None or empty: not
+    known.
     """
 
     worker: str
@@ -84,6 +85,7 @@ class WorkerReady:
     step_flops: float | None = None
     peak_flops: float | None = None
     machine: MachineReport = field(default_factory=MachineReport)
+    market: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -230,8 +232,8 @@ class Quiesced:
     """A worker's training thread has unwound after an abort.
 
     `vote` is the latest that it has read. `gradients_complete`: it can still apply the step after
-    `committed_step`. `torn`: an apply raised half-way. `records` are those of the steps after
-    `Abort.committed_step`; empty if there are too many for one report.
+    `committed_step`. `torn`: an apply raised half-way. `records`: of the steps after
+    `Abort.committed_step`, if they are few. `saving_step`: the newest it has begun to save, or 0.
     """
 
     worker: str
@@ -241,6 +243,7 @@ class Quiesced:
     gradients_complete: bool = False
     torn: bool = False
     records: tuple[StepRecord, ...] = ()
+    saving_step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -304,7 +307,7 @@ class PartWritten:
     step: int
     file: PartFile
     others: tuple[tuple[str, PartFile], ...] = ()
-    """Other workers and their parts of the same step, which the controller had received, too."""
+    """Further files of a large part, and other workers' parts of the step that came with it."""
 
     @property
     def parts(self) -> tuple[tuple[str, PartFile], ...]:

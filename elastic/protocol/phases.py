@@ -112,6 +112,12 @@ class Aborting:
     num_lost: int = 0
     raised: Ending | None = None
     """The exception that ends the run, if no worker was lost before it."""
+    newcomers: set[str] = field(default_factory=set)
+    """Of the attempt that broke; see `newcomers_of`."""
+    failed: set[str] = field(default_factory=set)
+    """Newcomers whose program raised an exception."""
+    excuses_newcomers: bool = False
+    """Whether the attempt broke for lack of memory or time, not because of a worker."""
 
 
 @dataclass(slots=True)
@@ -122,6 +128,8 @@ class Saving:
     generation: int
     deadline: float
     retry_at: float | None = None
+    is_extended: bool = False
+    """Whether the deadline was moved once because only the publication was missing."""
 
 
 @dataclass(slots=True)
@@ -135,6 +143,17 @@ Phase = Waiting | Forming | Resharding | Running | Pausing | Aborting | Saving |
 
 Breakable = Forming | Resharding | Running | Pausing
 """The phases in which workers act together, so that the failure of one aborts all."""
+
+
+def newcomers_of(phase: Phase) -> set[str]:
+    """The workers of an attempt to form a generation, or of one that broke, that hold no state,
+    while others do."""
+    if isinstance(phase, Aborting):
+        return phase.newcomers
+    if not isinstance(phase, Forming | Resharding) or phase.attempt.plan.old is None:
+        return set()
+    return set(phase.attempt.plan.participants).difference(phase.attempt.plan.holders)
+
 
 TRANSITIONS: dict[type, tuple[tuple[type, str], ...]] = {
     Waiting: (

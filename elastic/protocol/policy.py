@@ -38,6 +38,17 @@ class Policy:
     drain_grace_s: float
     """A node that still exists this long after its announced end is used again."""
 
+    # settings `market`
+    market_use: str
+    on_demand_after_s: float
+    retry_spot_after_s: float
+    spot_price: float
+    on_demand_price: float
+    done_by_s: float
+    """`market.done_by` as a time since the run's first start; 0: none."""
+    done_by_at: float
+    """The same as a time in seconds since the epoch; 0: none."""
+
     # settings `failure`
     silence_timeout_s: float
     hang_timeout_s: float
@@ -93,6 +104,7 @@ class Policy:
     straggler_every: int
     straggler_factor: float
     straggler_reports: int
+    straggler_reduce: bool
     health_factor: float
     quarantine_after: int
     crash_window_s: float

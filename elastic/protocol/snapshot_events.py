@@ -57,6 +57,8 @@ class SnapshotTimed:
     worker: str
     generation: int
     share: float
+    num_steps: float = 0.0
+    """How many steps a snapshot takes until it is complete; 0 if the next vote can wait for it."""
 
 
 SnapshotEvent = (

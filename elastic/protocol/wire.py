@@ -25,7 +25,7 @@ def finite(value: float | None) -> float | None:
     return value if value is not None and isfinite(value) else None
 
 
-FORMAT = 6
+FORMAT = 7
 """The journal's format; a reader refuses any other."""
 
 _FIELDS = [field.name for field in fields(StepRecord)]
@@ -83,8 +83,11 @@ def _encode_record(value: Any, kind: type, is_sparse: bool) -> dict[str, Any]:
         item = getattr(value, name)
         if name not in defaults or item != defaults[name]:
             body[name] = encode(item, is_sparse)
-            if _is_record(hints[name]):
+            if _names_one_record(hints[name]):
                 _drop_class(body[name])
+            elif _holds_one_record(hints[name]):
+                for part in body[name].values() if isinstance(item, dict) else body[name]:
+                    _drop_class(part)
     return body
 
 
@@ -106,6 +109,8 @@ def decode(kind: Any, value: Any) -> Any:
         return origin(decode(parameters[0], item) for item in value)
     if origin is dict:
         return {key: decode(parameters[1], item) for key, item in value.items()}
+    if kind is bool:
+        return bool(value)  # packed as 0 or 1
     if kind is float:
         return inf if value is None else float(value)  # null: a deadline that never comes
     return value
@@ -237,8 +242,12 @@ def _packed(policy: Policy) -> str:
     """The values of a policy in the order of its fields; with their names they would be a third of
     a full state."""
     values = [encode(getattr(policy, name)) for name in _names(Policy)]
-    short = [int(v) if isinstance(v, float) and v.is_integer() else v for v in values]
+    short = [int(v) if _is_whole(v) else v for v in values]
     return json.dumps(short, separators=(",", ":"))[1:-1]
+
+
+def _is_whole(value: Any) -> bool:
+    return isinstance(value, bool) or (isinstance(value, float) and value.is_integer())
 
 
 def _drop_class(body: Any) -> None:
@@ -284,6 +293,24 @@ def _decode_union(parameters: tuple[Any, ...], value: Any) -> Any:
 @cache
 def _is_record(kind: Any) -> bool:
     return isinstance(kind, type) and is_dataclass(kind)
+
+
+@cache
+def _names_one_record(hint: Any) -> bool:
+    """Whether a value with this hint is of one dataclass, or None."""
+    kinds = [kind for kind in get_args(hint) if kind is not type(None)]
+    is_union = get_origin(hint) in (Union, types.UnionType)
+    return _is_record(hint) or (is_union and len(kinds) == 1 and _is_record(kinds[0]))
+
+
+@cache
+def _holds_one_record(hint: Any) -> bool:
+    """Whether the items of a list or tuple with this hint, or the values of a dict, are of one
+    dataclass."""
+    parameters = [part for part in get_args(hint) if part is not Ellipsis]
+    is_container = get_origin(hint) in (list, tuple, dict)
+    is_uniform = get_origin(hint) is not tuple or len(parameters) == 1
+    return is_container and is_uniform and _names_one_record(parameters[-1])
 
 
 @cache

@@ -14,7 +14,8 @@ class Costs:
     node appears. The loss of a node is detected after `detect_s`; then the survivors unwind in
     `unwind_s` and form groups in `form_s`. State moves between workers at `bytes_per_s` for each
     worker, and between a worker and storage at `storage_bytes_per_s`. A checkpoint adds `save_s` to
-    its step, and a snapshot adds `snapshot_s`.
+    its step, and a snapshot adds `snapshot_s`. An on-demand node is there `on_demand_start_s` after
+    its request; at most `on_demand_nodes` exist at once.
     """
 
     step_s: float = 1.0
@@ -27,3 +28,5 @@ class Costs:
     storage_bytes_per_s: float = 2e8
     save_s: float = 0.05
     snapshot_s: float = 0.0
+    on_demand_start_s: float = 120.0
+    on_demand_nodes: int = 100_000

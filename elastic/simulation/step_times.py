@@ -10,7 +10,7 @@ from elastic.geometry.layout import Layout
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Capacity, Job
 from elastic.planner.layout_choice import plan_layout
-from elastic.planner.step_cost import cost_of
+from elastic.planner.models.step_cost import cost_of
 
 
 class LayoutTimes:

@@ -16,8 +16,7 @@ from typing import BinaryIO
 import pyarrow as pa
 
 from actors.storage.credentials import without_credentials
-from actors.storage.remote_files import LONGEST_RETRY_S, RETRY_S, retry
-from actors.storage.storage import Storage
+from actors.storage.storage import LONGEST_RETRY_S, RETRY_S, Storage, retry
 from elastic.protocol.policy import backoff_s
 from pipelines.data.cache import CacheKey, HeldFile, ShardCache, cache_folder
 from pipelines.data.shards import OpenShard, ShardFile, damaged, open_shard

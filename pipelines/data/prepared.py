@@ -7,8 +7,7 @@ from functools import partial
 from pathlib import Path
 
 from actors.storage.credentials import without_credentials
-from actors.storage.remote_files import retry
-from actors.storage.storage import Storage, is_remote, open_storage
+from actors.storage.storage import Storage, is_remote, open_storage, retry
 from pipelines.data.fetching import FetchedShards, unreachable
 from pipelines.data.shards import FolderShards, Index, Shards, read_index
 from pipelines.errors import UserError

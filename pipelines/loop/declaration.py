@@ -9,11 +9,11 @@ from typing import Any
 from torch import nn
 
 from pipelines.loop.microbatch_state import MicrobatchStates
+from pipelines.loop.modules.model_views import plain
 from pipelines.loop.prepared.called_module import CalledModels
 from pipelines.loop.prepared.carried_state import CarriedState
 from pipelines.loop.prepared.data_source import DataSource
 from pipelines.loop.prepared.errors import LoopMisused
-from pipelines.loop.prepared.model import plain
 from pipelines.loop.prepared.optimizer_factory import ScriptOptimizerFactory
 from pipelines.settings.recipe import Dataset
 from pipelines.training.models.joined_model import joined

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from weakref import finalize
 
+import torch
 from torch import Tensor, nn
 
+from elastic.geometry.sample_order import keyed_seed
 from pipelines.loop.declaration import Declaration
 from pipelines.loop.prepared.called_module import CalledModels
 from pipelines.loop.prepared.errors import LoopMisused
@@ -27,8 +30,9 @@ from pipelines.loop.thread import (
     Proceed,
     Request,
 )
+from pipelines.reading.pass_reader import seed_host
 from pipelines.training.custom.modules.custom_module import seeded
-from pipelines.training.workload.workload import LossSums
+from pipelines.training.workload.workload import LossSums, nothing
 
 ScriptFunction = Callable[[Run], None]
 """A function that prepares what it trains with and loops over `run.steps`."""
@@ -45,6 +49,8 @@ class Loop:
         """Every generator is seeded with `seed` before the script begins."""
         self._script = script
         self._seed = seed
+        self.device = torch.device("cpu")
+        """Of the worker, whose random generator is seeded, too."""
         self.is_first_worker = False
         self.called: CalledModels
         self.declaration: Declaration
@@ -63,6 +69,8 @@ class Loop:
         """Whether the script knows whether its latest body's step has committed."""
         self._driver = 0
         """The thread that has let the script run."""
+        self.on_restart: Callable[[], None] = nothing
+        """Called when the declaration is that of another execution of the script."""
         self._at: Step | None = None
         """The step at whose body the script waits, or up to which it runs."""
         self._computed: Step | None = None
@@ -80,6 +88,7 @@ class Loop:
         """Abandon the running script, and run it up to its first step again."""
         self._abandon()
         self._begin()
+        self.on_restart()
 
     @property
     def is_in_body(self) -> bool:
@@ -112,7 +121,7 @@ class Loop:
             self._is_repeat, self._is_judged = not self._is_judged, True
             self.state.load(state())
             self.number, self._before = number, number - 1
-            self._at = Step(number, self.called.at, position)
+            self._at = self._step(number, position)
             self._resume(Begin(self._at))
         self.called.at.is_first_worker = self.is_first_worker
 
@@ -124,7 +133,7 @@ class Loop:
         if self.reporting is not None:
             self.reporting.loss = loss
         self._is_repeat, self._is_judged = False, True
-        self._at = None if is_last else Step(number + 1, self.called.at, position)
+        self._at = None if is_last else self._step(number + 1, position)
         self._resume(Committed(self._at))
 
     def await_arrival(self, limit_s: float | None = None) -> bool:
@@ -182,9 +191,30 @@ class Loop:
         self._computed, self.reporting = self._at, None
         self._at, self._is_judged, self._driver = None, False, threading.get_ident()
         try:
-            return thread.compute(engine)
+            sums = thread.compute(engine)
+            called.pull()
+            return sums
         finally:
             called.forget_parts()
+
+    @contextmanager
+    def evaluating(self, module: nn.Module) -> Iterator[None]:
+        """While this worker's module is evaluated: it has the attributes of the script's model."""
+        self.called.use(module)
+        try:
+            yield
+            self.called.pull()
+        finally:
+            self.called.forget_parts()
+
+    def _step(self, number: int, position: Position) -> Step:
+        return Step(number, self.called.at, position, self._seed_draws)
+
+    def _seed_draws(self, step: int, moment: str) -> None:
+        seed = keyed_seed("script", self._seed, step, moment)
+        seed_host(seed)
+        if self.device.type == "cuda":
+            torch.cuda.manual_seed(seed)
 
     def _resume(self, turn: Begin | Committed) -> None:
         self.called.at.is_first_worker = self.is_first_worker

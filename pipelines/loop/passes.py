@@ -34,6 +34,7 @@ class LoopPasses(SequentialPasses):
     ) -> None:
         super().__init__(workload, sharded, parallel, moving, size)
         self.loop = loop
+        moving.may_thaw = True
 
     def agree_on_size(self) -> int:
         """One microbatch: the loop's body sees each of `step.batches()`."""
@@ -45,6 +46,10 @@ class LoopPasses(SequentialPasses):
         sums = self.loop.compute(engine, self.module)
         used = self.loop.values.scaler.used
         return [LossSums(part.loss / used, part.num_tokens) for part in sums]
+
+    def evaluate(self, microbatch_inputs: Iterable[Any], num_rounds: int) -> list[list[LossSums]]:
+        with self.loop.evaluating(self.module):
+            return super().evaluate(microbatch_inputs, num_rounds)
 
 
 class LoopEngine:

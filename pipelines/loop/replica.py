@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property
 from typing import Any
 
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from actors.distributed.stall import wait_for
 from actors.distributed.torch_private import scale_tensors
-from actors.runtime.program import Applied, Groups, Interrupt
+from actors.runtime.program import Applied, Evaluation, Groups, Interrupt
 from elastic.geometry.tensor_specs import TensorSpec
 from elastic.protocol.votes import Vote
 from pipelines.loop.loop import Loop
@@ -23,6 +23,7 @@ from pipelines.loop.step import Position
 from pipelines.loop.thread import Request
 from pipelines.loop.whole_weights import broadcast, gather_whole
 from pipelines.settings import TrainSettings
+from pipelines.training.custom.modules.custom_module import seeded
 from pipelines.training.passes.pass_size import PassObservations
 from pipelines.training.passes.passes import Passes
 from pipelines.training.passes.running_buffers import RunningBuffers
@@ -57,6 +58,7 @@ class LoopReplica(ShardedReplica):
         loop: Loop,
     ) -> None:
         self.loop = loop
+        loop.device = groups.device
         super().__init__(workload, settings, groups, observations)
         self._is_alone = groups.assignment.generation == 0
         """Whether this is a warm-up."""
@@ -76,6 +78,11 @@ class LoopReplica(ShardedReplica):
     def read_early(self) -> None:
         """Nothing is read early: the script's own code, which runs until its next pass, may use the
         random generators that reading seeds."""
+
+    def evaluate(self, step: int, interrupt: Interrupt) -> Evaluation:
+        if not self._is_alone and self._place() == ABSENT:
+            self._restore_script()  # it has left the loop on other workers, or waits below it
+        return super().evaluate(step, interrupt)
 
     def resume(self, committed_step: int, interrupt: Interrupt) -> None:
         """Bring all scripts to the body of the next step, or learn that they have left the loop.
@@ -101,6 +108,7 @@ class LoopReplica(ShardedReplica):
     ) -> Tensor:
         if self._committed is None:
             self.resume(step - 1, interrupt)
+        self.loop.declaration.source.refuse_other_length()
         self.loop.declaration.states.begin_step()
         return super().compute(step, interrupt, skipped_batches)
 
@@ -171,6 +179,10 @@ class LoopReplica(ShardedReplica):
             interrupt()
             numbers, is_shared = self._exchange_places(interrupt)
             wanted = next((kind for kind in Request if numbers[kind.value]), None)
+            if wanted is Request.EVALUATION and numbers[BUSY]:
+                continue  # what it evaluates may be what the scripts are changing
+            if wanted is Request.EVALUATION and numbers[ABSENT]:
+                self._share_live(interrupt)
             if wanted is not None:
                 is_mine = loop.request is wanted
                 answer = self._provide(wanted, interrupt, keeps=is_mine)
@@ -243,32 +255,53 @@ class LoopReplica(ShardedReplica):
 
         They are newer than those of the state, if a failure came while the script ran to its body.
         """
-        has_begun = [0] * self.groups.layout.num_workers
-        has_begun[self.groups.world_rank] = int(self.loop.number == step)
-        begun = self._sum(has_begun)
+        self._share(self.loop.number == step, self.loop.state.kept, interrupt)
+
+    def _share_live(self, interrupt: Interrupt) -> None:
+        """Give the scripts that are not in this step what the others have by now, such as averaged
+        weights, for an evaluation."""
+        is_absent = self._place() == ABSENT
+        self._share(not is_absent, self.loop.state.live, interrupt)
+        if is_absent:
+            self._restore_script()
+
+    def _share(
+        self, has_values: bool, values: Callable[[], Mapping[str, Tensor]], interrupt: Interrupt
+    ) -> None:
+        """Take the script's values of the first worker that has them, if one has."""
+        having = [0] * self.groups.layout.num_workers
+        having[self.groups.world_rank] = int(has_values)
+        counted = self._sum(having)
         interrupt()
-        if any(begun):
-            first = begun.index(1.0)
+        if any(counted):
+            first = counted.index(1.0)
             if first == self.groups.world_rank:
-                self._keep_values()
+                self._take_values(values())
             for value in self.state.script.values():
                 received = value.clone()
                 broadcast(received, first, self.groups)
                 interrupt()
                 value.copy_(received)
 
+    def _restore_script(self) -> None:
+        self.loop.state.load(self._script_state())
+        self.loop.state.restore()
+
     def _script_state(self) -> dict[str, Tensor]:
         """The script's part of the state."""
         return {name.removeprefix(SCRIPT): value for name, value in self.state.script.items()}
 
     def _keep_values(self) -> None:
-        kept = self.loop.state.kept()
+        self._take_values(self.loop.state.kept())
+
+    def _take_values(self, values: Mapping[str, Tensor]) -> None:
         for name, value in self._script_state().items():
-            value.copy_(kept[name])
+            value.copy_(values[name])
 
     def _provide(self, wanted: Request, interrupt: Interrupt, keeps: bool) -> Any:
         if wanted is Request.EVALUATION:
-            return self.evaluate(self.settings.steps, interrupt)
+            with seeded(self.settings.seed):  # the script draws on as if it had not evaluated
+                return self.evaluate(self.settings.steps, interrupt)
         into = self.loop.called.tensors() if keeps else {}
         gather_whole(self._weights, self.state.tensors(), self.groups, interrupt, into)
         return None

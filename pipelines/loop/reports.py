@@ -17,8 +17,27 @@ from elastic.protocol.votes import StepRecord
 from elastic.protocol.wire import finite
 from pipelines.loop.prepared.errors import LoopMisused
 
-RESERVED = frozenset({field.name for field in fields(StepRecord)} | {"goodput"})
-"""The run logs these itself."""
+METRICS = frozenset(
+    [
+        "device_mfu",
+        "device_tflops",
+        "eval_loss",
+        "evaluations_not_finite",
+        "goodput",
+        "paused_s",
+        "recovery_s",
+        "redone_s",
+        "samples_per_s",
+        "samples_per_s_per_device",
+        "steps_skipped",
+        "waiting_s",
+        "worker_hours",
+        "workers_joined",
+        "workers_lost",
+    ]
+)
+"""Metrics of the run besides the fields of its records; see `pipelines.observe.tracking.rows`."""
+RESERVED = METRICS | {field.name for field in fields(StepRecord)}
 
 
 class Reported:

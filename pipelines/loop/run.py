@@ -19,6 +19,7 @@ from actors.runtime.program import Evaluation
 from pipelines.errors import UserError
 from pipelines.loop.declaration import Declaration, EvaluationSetup, StepCounts
 from pipelines.loop.microbatch_state import CarriedTensor, MicrobatchStates
+from pipelines.loop.modules.module_numbers import ModuleNumbers
 from pipelines.loop.prepared.called_module import CalledModels
 from pipelines.loop.prepared.carried_state import CarriedState
 from pipelines.loop.prepared.data_source import DataSource, drawn_by, source_of
@@ -210,8 +211,9 @@ class Run:
             self._kept.add(rows)
         self._kept.refuse_shared(models)
         names = {parameter: name for name, parameter in joined(models).named_parameters()}
+        numbers = ModuleNumbers(models)
         self._factory = ScriptOptimizerFactory(
-            optimizers, self._schedulers, names, clipping, self._scaler, self._kept
+            optimizers, self._schedulers, names, clipping, self._scaler, self._kept, numbers
         )
         return Declaration(
             self._models,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from copy import deepcopy
 from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter, signature
@@ -14,6 +13,7 @@ from torch import nn
 
 from actors.runtime.program import Evaluation
 from pipelines.loop.declaration import Declaration, NotDeclared
+from pipelines.loop.modules.model_copies import copy_models
 from pipelines.loop.prepared.called_module import CalledModels
 from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.prepared.refusals import refuse_unkeepable
@@ -92,7 +92,7 @@ def recipe_of(declaration: Declaration, settings: TrainSettings) -> Recipe:
     evaluation, source = declaration.evaluation, declaration.source
     clipping = declaration.optimizer_factory.clipping
     return Recipe(
-        model=partial(_copied, declaration.model),
+        model=partial(copy_models, declaration.called.declared),
         loss=_no_held_out_data,
         optimizer=declaration.optimizer_factory.build,
         max_grad_norm=clipping.max_norm,
@@ -116,19 +116,6 @@ def _declare(declaration: Declaration) -> Iterator[Step]:
         declaration.optimizer_factory, declaration.model, declaration.counts.num_steps
     )
     raise _Declared(declaration)
-
-
-def _copied(model: nn.Module) -> nn.Module:
-    """A copy of the declared module; on the meta device if that is the default device."""
-    memo: dict[int, Any] = {}
-    if torch.get_default_device().type == "meta":
-        for parameter in model.parameters():
-            empty = torch.empty_like(parameter, device="meta")
-            memo[id(parameter)] = nn.Parameter(empty, parameter.requires_grad)
-        for buffer in model.buffers():
-            memo[id(buffer)] = torch.empty_like(buffer, device="meta")
-    copied: nn.Module = deepcopy(model, memo)
-    return copied
 
 
 def _no_held_out_data(model: nn.Module, batch: Any) -> NoReturn:

@@ -76,7 +76,14 @@ class Step:
     script ends the run with its traceback.
     """
 
-    def __init__(self, number: int, at: ScriptMoment, position: Position) -> None:
+    def __init__(
+        self,
+        number: int,
+        at: ScriptMoment,
+        position: Position,
+        seed: Callable[[int, str], None],
+    ) -> None:
+        """`seed` seeds the random generators for a moment of the step with this number."""
         self.number = number
         """Counted from 1."""
         self.position = position
@@ -87,13 +94,14 @@ class Step:
         self.on_enter: Callable[[], Engine] = _not_begun
         self.on_finish: Callable[[list[LossSums] | BaseException], bool] = _ignore
         self._at = at
+        self._seed = seed
         self._engine: Engine | None = None
         self._open: Microbatch | None = None
         self._sums: list[LossSums] = []
         self._failure: BaseException | None = None
         self.reported = Reported()
-        self._weight = 1.0
-        """What a report counts now: the samples of the microbatch, else the worker."""
+        self._num_samples: int | None = None
+        """Of the present microbatch."""
         self._is_entered = self._is_over = False
 
     @property
@@ -105,6 +113,14 @@ class Step:
     def update(self) -> int:
         """The number of this step among those of its batch, counted from 0."""
         return self.position.update
+
+    @property
+    def num_samples(self) -> int:
+        """How many samples of the present microbatch count: 0 if it pads the step of a worker with
+        fewer microbatches than others. Raises `LoopMisused` outside of `step.batches()`."""
+        if self._num_samples is None:
+            raise self._misused("`step.num_samples` is of a microbatch: use it in `step.batches()`")
+        return self._num_samples
 
     @property
     def is_first_worker(self) -> bool:
@@ -120,6 +136,7 @@ class Step:
         self._is_entered = True
         self._engine = self.on_enter()
         self._at.enter(self)
+        self.seed_draws("in the body")
         return self
 
     def __exit__(
@@ -156,10 +173,11 @@ class Step:
             except BaseException as error:
                 self.note(error)
                 raise
-            self._open, self._weight = microbatch, float(microbatch.num_samples)
+            self._open, self._num_samples = microbatch, microbatch.num_samples
             yield microbatch.value
-        self._weight = 1.0
+        self._num_samples = None
         self._check_closed()
+        self.seed_draws("behind the microbatches")
 
     def backward(self, loss: Tensor, weight: float | None = None) -> None:
         """Run the backward pass of the mean loss over the microbatch.
@@ -206,15 +224,22 @@ class Step:
 
         A number, or a tensor of one element, is averaged: over the samples where it is reported
         within `step.batches()`, elsewhere over the workers that report it. Of a pair (sum, count)
-        the quotient of the totals is logged. Call it in the block, or behind it before the next
-        step. A step during which a worker dies may lack its numbers.
+        the quotient of the totals is logged, of which one reported within `step.batches()` does
+        not count where it is of a padding microbatch; see `num_samples`. Call it in the block, or
+        behind it before the next step. A step during which a worker dies may lack its numbers.
         """
+        weight = 1.0 if self._num_samples is None else float(self._num_samples)
         for name, value in values.items():
             try:
-                self.reported.add(name, value, self._weight)
+                self.reported.add(name, value, weight)
             except LoopMisused as error:
                 self.note(error)
                 raise
+
+    def seed_draws(self, moment: str) -> None:
+        """Seed the generators of Python, NumPy and torch for what the script draws next outside of
+        the microbatches: the same on each worker, and again when the step comes again."""
+        self._seed(self.number, moment)
 
     def note(self, error: BaseException) -> None:
         """Record an error: the step cannot commit, even if the script suppresses the error."""

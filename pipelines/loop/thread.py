@@ -195,6 +195,7 @@ class LoopThread:
                 self._step = step
                 step.on_enter, step.on_finish = self._enter, self._finish
                 loops.update(_places(currentframe()))
+                step.seed_draws("before the body")
                 yield step
                 step.ensure_finished()
                 if not step.committed:

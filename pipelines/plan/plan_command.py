@@ -5,32 +5,34 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterator
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
 from elastic.geometry.errors import InvalidLayout
 from elastic.geometry.layout import Layout
-from elastic.geometry.training_job import Job
+from elastic.geometry.training_job import Job, TimeFacts
 from elastic.planner.devices import DeviceSpec
 from elastic.planner.layout_ranking import (
     EFFICIENCY,
     Estimate,
     LayoutRanking,
     Workplace,
+    candidate_layouts,
     rank_layouts,
 )
-from pipelines.data.opening import RANDOM
 from pipelines.errors import UserError
+from pipelines.observe.history.formatting import counted
 from pipelines.observe.view.status import parse_prices
+from pipelines.plan.calibration import measured_at, measured_digest, num_measuring
 from pipelines.plan.device_options import DeviceFlags, find_devices
 from pipelines.plan.plan_table import show_ranking
+from pipelines.plan.planned_program import planned_program
 from pipelines.run.job import job_of
-from pipelines.run.plan import TrainRequest, settings_of
 from pipelines.run.program import TrainingProgram
 from pipelines.settings import TrainSettings
-from pipelines.settings.user_code import user_code_errors
 from pipelines.training.replica.step_flops import count_step_flops
 
 TP_DEGREES = (1, 2, 4, 8)
@@ -48,6 +50,7 @@ class PlanRequest:
     layouts: str | None = None
     efficiency: float = EFFICIENCY
     as_json: bool = False
+    measured: str | None = None
 
 
 @dataclass(frozen=True)
@@ -60,6 +63,7 @@ class JobFigures:
     recomputed: float
     seq_len: int
     notes: tuple[str, ...] = field(default=())
+    times: TimeFacts | None = None
 
 
 def plan_recipe(request: PlanRequest, console: Console) -> int:
@@ -71,7 +75,10 @@ def plan_recipe(request: PlanRequest, console: Console) -> int:
     layouts = _parse_layouts(request.layouts)
     devices = find_devices(request.device)
     prices = {name.casefold(): p for name, p in parse_prices(request.prices).items()}
-    figures = figures_of(request)
+    program = planned_program(request.recipe, request.changes)
+    figures = figures_of(request, program, on_gpu=all(device.name != "cpu" for device in devices))
+    if request.measured:
+        devices, figures = _with_measured(request, program, devices, figures)
     results = list(_rankings(request, figures, devices, prices, counts, layouts))
     if request.as_json:
         rows = [_as_json(device, ranking, figures.seq_len) for device, ranking in results]
@@ -84,21 +91,12 @@ def plan_recipe(request: PlanRequest, console: Console) -> int:
     return 0 if any(ranking.best for _, ranking in results) else 1
 
 
-def figures_of(request: PlanRequest) -> JobFigures:
-    """Count what the recipe's model needs. Raises `UserError` for a recipe that cannot train."""
-    settings, custom = settings_of(TrainRequest(request.recipe, changes=request.changes))
-    if custom is None:
-        data = settings.data.model_copy(update={"source": RANDOM})
-        settings = settings.model_copy(update={"data": data})
-    kwargs: dict[str, Any] = {"settings": settings.model_dump(mode="json"), "device": "cpu"}
-    if custom is None:
-        program = TrainingProgram(**kwargs)
-    else:
-        with user_code_errors(f"recipe {request.recipe}"):
-            program = TrainingProgram(**kwargs, recipe=custom)
+def figures_of(request: PlanRequest, program: TrainingProgram, on_gpu: bool) -> JobFigures:
+    """Count what the recipe's model needs. Raises `UserError` for one that cannot be counted."""
+    settings = program.settings
     limit = program.workload.shape().limits.tp_divides
     degrees = [tp for tp in TP_DEGREES if limit is not None and limit % tp == 0] or [1]
-    job = job_of(settings, program, degrees)
+    job = job_of(settings, program, degrees, on_gpu)
     notes = []
     if not job.memory.passes:
         notes.append(
@@ -113,6 +111,30 @@ def figures_of(request: PlanRequest) -> JobFigures:
         )
     recomputed = 4 / 3 if settings.activation_checkpointing == "full" else 1.0
     return JobFigures(job, settings, flops, recomputed, program.workload.seq_len, tuple(notes))
+
+
+def _with_measured(
+    request: PlanRequest, program: TrainingProgram, devices: list[DeviceSpec], figures: JobFigures
+) -> tuple[list[DeviceSpec], JobFigures]:
+    """This machine's device with the number of its workers, and the figures with what is measured
+    of the recipe on it. Raises `UserError`."""
+    assert request.measured is not None
+    if request.device.name is not None:
+        raise UserError("--measured is of this machine: leave out --device")
+    candidates = candidate_layouts(figures.job, devices[0], num_measuring())
+    shapes = sorted({(layout.tp, layout.cp) for layout in candidates} - {(1, 1)})
+    measured, took_s = measured_at(
+        Path(request.measured),
+        request.recipe,
+        request.changes,
+        measured_digest(program),
+        [Layout(tp=tp, cp=cp) for tp, cp in shapes],
+    )
+    taken = f"measured in {took_s:.0f} s" if took_s else "measured before"
+    workers = counted(measured.num_processes, "worker")
+    note = f"what steps take is {taken} by {workers} on {measured.machine}: {request.measured}"
+    own = replace(devices[0], per_node=max(measured.num_processes, measured.times.machine.cores))
+    return [own], replace(figures, times=measured.times, notes=(*figures.notes, note))
 
 
 def parse_worker_counts(text: str) -> list[int]:
@@ -153,7 +175,13 @@ def _rankings(
             )
         price = prices.get(device.name.casefold(), prices.get(""))
         workplace = Workplace(
-            device, peak, figures.step_flops, figures.recomputed, request.efficiency, price
+            device,
+            peak,
+            figures.step_flops,
+            figures.recomputed,
+            request.efficiency,
+            price,
+            figures.times,
         )
         for count in counts:
             yield device, rank_layouts(figures.job, workplace, count, layouts)

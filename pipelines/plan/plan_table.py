@@ -9,7 +9,7 @@ from rich.table import Table
 
 from elastic.planner.devices import DeviceSpec
 from elastic.planner.layout_ranking import Estimate, LayoutRanking
-from elastic.planner.worker_memory import WorkerMemory
+from elastic.planner.models.worker_memory import WorkerMemory
 from pipelines.observe.history.formatting import counted, quantity
 
 NUM_FITTING = 8

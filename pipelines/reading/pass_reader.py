@@ -45,7 +45,8 @@ class PassReader:
         if self._rows is not None:
             samples = [sample for _, part in request for sample in part]
             note(samples[0])
-            return self._rows(samples)  # draws nothing that a seed would decide
+            if (batch := self._rows(samples)) is not None:
+                return batch  # draws nothing that a seed would decide
         items = self.items(request, note)
         note(IDLE)
         return self.collate(items)

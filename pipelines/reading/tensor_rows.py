@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.utils.data import Subset, TensorDataset, default_collate
 
-RowReader = Callable[[Sequence[int]], list[Tensor]]
-"""Reads the samples with these indices as one batch."""
+RowReader = Callable[[Sequence[int]], list[Tensor] | None]
+"""Reads the samples with these indices as one batch; None if they must be read one by one."""
 
 
 def row_reader(dataset: Any, collate: Callable[[list[Any]], Any]) -> RowReader | None:
@@ -19,19 +19,23 @@ def row_reader(dataset: Any, collate: Callable[[list[Any]], Any]) -> RowReader |
     would make a batch of them; None for other data, and for another `collate`.
 
     One sample at a time costs 5 us, as much as a small net computes with it. A subclass
-    may return anything, and a tensor that is not contiguous gives batches of other strides.
+    may return anything, and a tensor that is not contiguous gives batches of other strides. The
+    tensors and indices are those that the datasets have when a batch is read.
     """
-    if collate is not default_collate:
-        return None
-    chosen = []
+    read = partial(_rows_of, dataset)
+    return read if collate is default_collate and read(()) is not None else None
+
+
+def _rows_of(dataset: Any, samples: Sequence[int]) -> list[Tensor] | None:
     while type(dataset) is Subset:
-        chosen.append(torch.as_tensor(dataset.indices))
+        samples = [int(dataset.indices[sample]) for sample in samples]
         dataset = dataset.dataset
     if type(dataset) is not TensorDataset or not all(map(_is_plain, dataset.tensors)):
         return None
-    if not all(map(_counts_from_begin, chosen)):
+    if samples and min(samples) < 0:  # counted from the end, which `index_select` does not
         return None
-    return partial(_rows_of, dataset.tensors, chosen)
+    rows = torch.tensor(samples, dtype=torch.int64)
+    return [tensor.index_select(0, rows) for tensor in dataset.tensors]
 
 
 def _is_plain(tensor: Tensor) -> bool:
@@ -42,19 +46,3 @@ def _is_plain(tensor: Tensor) -> bool:
         and tensor.is_contiguous()
         and not tensor.requires_grad
     )
-
-
-def _counts_from_begin(indices: Tensor) -> bool:
-    """Whether these are indices that `index_select` takes: a list may have negative ones."""
-    is_plain = indices.dtype in (torch.int32, torch.int64) and indices.dim() == 1
-    return is_plain and len(indices) > 0 and int(indices.min()) >= 0
-
-
-def _rows_of(
-    tensors: Sequence[Tensor], chosen: Sequence[Tensor], samples: Sequence[int]
-) -> list[Tensor]:
-    """`chosen` are the indices of each subset, from the outermost."""
-    rows = torch.tensor(samples, dtype=torch.int64)
-    for indices in chosen:
-        rows = indices[rows]
-    return [tensor.index_select(0, rows) for tensor in tensors]

@@ -16,7 +16,7 @@ from pipelines.settings import TrainSettings
 from pipelines.settings.overrides import Given
 from pipelines.settings.recipe import Recipe
 from pipelines.training.custom.custom_workload import CustomWorkload
-from pipelines.training.custom.optimizer_checks import refuse_unfit
+from pipelines.training.custom.optimizer_checks import refuse_complex, refuse_unfit
 from pipelines.training.workload.state import build_on_meta, optimizer_factory_of, trained_dims
 from pipelines.training.workload.workload import Workload
 
@@ -57,6 +57,7 @@ def refuse_unfit_recipe(program: TrainingProgram, tries_body: bool = False) -> t
             f"the model {type(module).__name__} has no trainable parameters: add layers with "
             "parameters, and leave requires_grad on for them"
         )
+    refuse_complex(module)
     workload.blocks(module)
     refuse_unfit(optimizer_factory_of(workload, settings), trained_dims(module))
     if tries_body and program.loop is not None and isinstance(workload, CustomWorkload):

@@ -18,7 +18,7 @@ from elastic.geometry.errors import Infeasible
 from elastic.geometry.training_job import Capacity
 from elastic.geometry.zero import PARTS, zero_in_step
 from elastic.planner.layout_choice import plan_layout
-from elastic.planner.memory_model import worker_bytes
+from elastic.planner.models.memory_model import worker_bytes
 from pipelines.data.opening import RANDOM, DataPlan, find_data
 from pipelines.data.packing import find_chats
 from pipelines.errors import UserError

@@ -21,10 +21,13 @@ KNOWN_MARGIN = 1.08
 
 
 def job_of(
-    settings: TrainSettings, program: TrainingProgram, tp_degrees: Iterable[int] = ()
+    settings: TrainSettings,
+    program: TrainingProgram,
+    tp_degrees: Iterable[int] = (),
+    on_gpu: bool = False,
 ) -> Job:
     """The job of this program under these settings, with activations by trials of these degrees
-    of `tp`; without any, they are not known."""
+    of `tp`; without any, they are not known. `on_gpu`: as GPUs keep them."""
     specs, shape = program.specs(), program.workload.shape()
     num_eval_samples = settings.num_evaluated(program.workload.num_held_out)
     experts = [spec for spec in specs if spec.ep_dim is not None]
@@ -38,7 +41,7 @@ def job_of(
         )
     memory = MemoryFacts()
     if tp_degrees:
-        memory = memory_facts(program.workload, settings, specs, tp_degrees, has_pp)
+        memory = memory_facts(program.workload, settings, specs, tp_degrees, has_pp, on_gpu)
     return Job(
         num_microbatches=settings.num_microbatches,
         microbatch=settings.microbatch,

@@ -9,8 +9,8 @@ from actors.health.health_options import HealthOptions
 from actors.runtime.fault_spec import Fault
 from actors.runtime.network import Network
 from actors.worker.worker_options import WorkerOptions
+from elastic.controller.capacity.growth import JOIN_WAIT_S
 from elastic.controller.drain import NODE_GRACE_S
-from elastic.controller.growth import JOIN_WAIT_S
 from elastic.duties.checkpoints import MAX_AUTO_S, MIN_AUTO_S
 from elastic.duties.gang_backoff import FIRST_PAUSE_S
 from elastic.duties.membership import FIRST_BACKOFF_S, MAX_START_FAILURES
@@ -37,6 +37,10 @@ def policy_of(settings: TrainSettings, min_workers: int, max_workers: int, run_n
         max_start_failures=MAX_START_FAILURES,
         restart_backoff_s=FIRST_BACKOFF_S,
         drain_grace_s=NODE_GRACE_S,
+        market_use=settings.market.use,
+        **settings.market.model_dump(exclude={"use", "done_by"}),
+        done_by_s=settings.market.done_by_s,
+        done_by_at=settings.market.done_by_at,
         **settings.failure.model_dump(exclude={"driver_timeout_s", "orphan_timeout_s"}),
         keep_last=checkpoint.keep_last,
         keep_every=checkpoint.keep_every,
@@ -60,6 +64,7 @@ def policy_of(settings: TrainSettings, min_workers: int, max_workers: int, run_n
         straggler_every=settings.straggler.every,
         straggler_factor=settings.straggler.factor,
         straggler_reports=settings.straggler.reports,
+        straggler_reduce=settings.straggler.reduce,
         health_factor=settings.health.slow_factor,
         quarantine_after=quarantine.after_crashes,
         crash_window_s=quarantine.crash_window_s,

@@ -7,6 +7,7 @@ from dataclasses import replace
 from functools import partial
 from math import inf
 from typing import Any, assert_never
+from weakref import WeakMethod
 
 import torch
 from torch import Tensor
@@ -93,6 +94,8 @@ class TrainingProgram:
         if self.loop is not None and isinstance(self.workload, CustomWorkload):
             self.workload.optimizer_factory = self.loop.optimizer_factory
             self.workload.body = BodyTrial()
+            take_data = WeakMethod(self._take_data)  # else the loop's thread would outlive it
+            self.loop.on_restart = lambda: (take_data() or nothing)()
         runs_whole = isinstance(self.workload, CustomWorkload) and not self.workload.values.is_large
         self._counter = ForwardFlops() if runs_whole else None
 
@@ -113,6 +116,13 @@ class TrainingProgram:
         else:
             step_flops = count_step_flops(self.workload, self.settings)
         return DeviceFigures(name, step_flops, peak_flops(name, self.settings))
+
+    def _take_data(self) -> None:
+        """Use the datasets and functions of the script's present execution."""
+        if self.loop is not None and isinstance(self.workload, CustomWorkload):
+            present = recipe_of(self.loop.declaration, self.workload.settings)
+            # The module is that of the first execution, which keeps its values of step 0.
+            self.workload.take_data(replace(present, model=self.workload.recipe.model))
 
     def specs(self) -> tuple[TensorSpec, ...]:
         """Every logical tensor of the state; see `pipelines.training.workload.state`."""

@@ -10,7 +10,7 @@ from actors.ray_backend.driver import close_cluster, join_cluster, send_layout_r
 from actors.storage.errors import ControllerLost, RunNotDriven
 from actors.storage.lease import owner_of
 from elastic.geometry.target_layout import TargetLayout
-from elastic.protocol.commands import Resharded
+from elastic.protocol.notes import Resharded
 from pipelines.errors import UserError
 from pipelines.observe.history.formatting import duration
 from pipelines.observe.history.history_file import load_history

@@ -13,8 +13,9 @@ import torch
 from rich.console import Console
 
 from actors.controller.run import RunSpec
+from actors.ray_backend.actor_names import end_actors
 from actors.ray_backend.cluster.connection import will_be_private
-from actors.ray_backend.driver import Drive, close_cluster, end_actors
+from actors.ray_backend.driver import Drive, close_cluster
 from actors.storage.checkpoint_files import FOLDER as CHECKPOINTS
 from actors.storage.errors import ControllerLost
 from actors.storage.storage import is_remote

@@ -43,7 +43,9 @@ class CheckpointSettings(Settings):
         1, "The number of checkpoints with the lowest held-out loss to keep as well."
     )
     save_timeout_s: Seconds = setting(
-        300.0, "How long the last checkpoint may take, all attempts included."
+        300.0,
+        "How long the last checkpoint may take, all attempts included, and how long a part may "
+        "take before it counts as late; four times the longest recent write if that is more.",
     )
     save_backoff_s: Seconds = setting(
         5.0,
@@ -70,8 +72,9 @@ class SnapshotSettings(Settings):
     every: NonNegativeInt | Literal["auto"] = setting(
         1,
         "At each multiple of this many steps a worker copies state that no other worker holds to "
-        "a snapshot server in host memory; 0: never. With `auto` the number is the least power of "
-        "two, up to 1024, for which this is measured to add at most 1 % to the training time.",
+        "a snapshot server in host memory; 0: never. It is doubled, with a warning, while a copy "
+        "takes longer. With `auto` the number is the least power of two, up to 1024, for which "
+        "this is measured to add at most 1 % to the training time.",
     )
     redundancy: str = setting(
         "copy",
@@ -244,6 +247,11 @@ class StragglerSettings(Settings):
         3,
         "A straggler is replaced by a standby worker, or else reported, after this many reports in "
         "a row.",
+    )
+    reduce: bool = setting(
+        True,
+        "Whether a straggler that no standby worker can replace computes fewer microbatches, and "
+        "the others more. The losses do not depend on it.",
     )
 
 

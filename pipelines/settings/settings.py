@@ -30,6 +30,7 @@ from pipelines.settings.fault_tolerance import (
     SnapshotSettings,
     StragglerSettings,
 )
+from pipelines.settings.market import MarketSettings
 from pipelines.settings.models import (
     CustomModelSettings,
     HuggingFaceSettings,
@@ -263,6 +264,7 @@ class TrainSettings(Settings):
     checkpoint: CheckpointSettings = setting(CheckpointSettings(), "Checkpoints.", resumable=True)
     snapshot: SnapshotSettings = setting(SnapshotSettings(), "Snapshots.", resumable=True)
     growth: GrowthSettings = setting(GrowthSettings(), "Number of workers.", resumable=True)
+    market: MarketSettings = setting(MarketSettings(), "Spot and on demand.", resumable=True)
     failure: FailureSettings = setting(
         FailureSettings(), "Failure detection and recovery.", resumable=True
     )

@@ -20,7 +20,8 @@ class SystemOutcome:
 
     `goodput` is the share of the time in steps that stay committed. `use` is the same in
     worker-seconds, of those that the available nodes offer. Both are of the time up to `end_s`,
-    which is the end of the trace, or `finish_s` if all steps were done before.
+    which is the end of the trace, or `finish_s` if all steps were done before. With a market,
+    `cost` and `use` are of the machines that the run used, `spot_h` and `on_demand_h` their hours.
     """
 
     system: str
@@ -32,6 +33,8 @@ class SystemOutcome:
     end_s: float
     finish_s: float | None = None
     cost: float | None = None
+    spot_h: float | None = None
+    on_demand_h: float | None = None
 
     @property
     def median_pause_s(self) -> float:
@@ -47,8 +50,14 @@ def outcome_of(
     run: SimulatedRun, result: SimulationResult, price: float | None, system: str = THIS_SYSTEM
 ) -> SystemOutcome:
     """The outcome of the real controller, under this name."""
-    ledger, end_s = result.ledger, result.end_s
-    offered = run.trace.worker_s(run.workers_per_node, run.policy.max_workers, end_s)
+    ledger, end_s, policy = result.ledger, result.end_s, run.policy
+    offered = run.trace.worker_s(run.workers_per_node, policy.max_workers, end_s)
+    cost, hours = cost_of_nodes(run.trace, end_s, price), None
+    if chooses_market(run):
+        offered = run.workers_per_node * (result.spot_s + result.on_demand_s)
+        hours = result.spot_s / 3600, result.on_demand_s / 3600
+        per_hour = hours[0] * policy.spot_price + hours[1] * policy.on_demand_price
+        cost = run.workers_per_node * per_hour or None
     return SystemOutcome(
         system,
         ledger.committed_s / end_s,
@@ -58,8 +67,14 @@ def outcome_of(
         tuple(ledger.pauses_s),
         end_s,
         end_s if result.outcome.outcome == "completed" else None,
-        cost_of_nodes(run.trace, end_s, price),
+        cost,
+        *(hours or ()),
     )
+
+
+def chooses_market(run: SimulatedRun) -> bool:
+    """Whether the run requests machines by their market."""
+    return run.policy.market_use != "any"
 
 
 def restart_outcomes(run: SimulatedRun, price: float | None) -> list[SystemOutcome]:

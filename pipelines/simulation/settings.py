@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
-from pydantic import NonNegativeFloat, PositiveFloat, ValidationError
+from pydantic import NonNegativeFloat, NonNegativeInt, PositiveFloat, ValidationError
 
 from elastic.simulation.costs import Costs
 from pipelines.errors import UserError
@@ -52,6 +52,12 @@ class CostSettings(Settings):
     )
     snapshot_s: NonNegativeFloat = setting(
         DEFAULT.snapshot_s, "What a snapshot adds to its step, where snapshots are needed."
+    )
+    on_demand_start_s: NonNegativeFloat = setting(
+        DEFAULT.on_demand_start_s, "From the request of an on-demand machine until it is there."
+    )
+    on_demand_nodes: NonNegativeInt = setting(
+        DEFAULT.on_demand_nodes, "The most on-demand machines at once."
     )
 
 

@@ -14,6 +14,7 @@ from pipelines.observe.history.history import History
 from pipelines.simulation.outcome import (
     THIS_SYSTEM,
     SystemOutcome,
+    chooses_market,
     outcome_of,
     restart_outcomes,
 )
@@ -44,7 +45,8 @@ def simulate(request: SimulateRequest, console: Console) -> int:
         except ElasticError as error:
             raise UserError(f"--layout {variant.layout or ''}: {error}") from None
         outcomes.append(outcome_of(run, result, request.price, label or THIS_SYSTEM))
-    if not compares_workers(request):  # those of one variant would not be those of another
+    if not compares_workers(request) and not any(map(chooses_market, runs)):
+        # those of one variant would not be those of another, and know no on-demand machines
         outcomes += restart_outcomes(runs[0], request.price)
     print_results(console, name, runs[0], outcomes)
     if request.json:

@@ -33,6 +33,7 @@ def print_results(
     table.add_column("system")
     columns = ["goodput", "capacity used", "steps", "redone", "pauses", "median", "p99"]
     columns += ["finished"] * any(outcome.finish_s is not None for outcome in outcomes)
+    columns += ["spot h", "on-demand h"] * any(outcome.spot_h is not None for outcome in outcomes)
     columns += ["cost"] * any(outcome.cost is not None for outcome in outcomes)
     for column in columns:
         table.add_column(column, justify="right")
@@ -99,6 +100,8 @@ def _row(outcome: SystemOutcome) -> dict[str, Any]:
         "end_s": outcome.end_s,
         "finish_s": outcome.finish_s,
         "cost": outcome.cost,
+        "spot_h": outcome.spot_h,
+        "on_demand_h": outcome.on_demand_h,
     }
 
 
@@ -120,6 +123,10 @@ def _cell(column: str, outcome: SystemOutcome) -> str:
             return duration(outcome.p99_pause_s)
         case "finished":
             return "no" if outcome.finish_s is None else duration(outcome.finish_s)
+        case "spot h":
+            return "" if outcome.spot_h is None else f"{outcome.spot_h:,.1f}"
+        case "on-demand h":
+            return "" if outcome.on_demand_h is None else f"{outcome.on_demand_h:,.1f}"
         case "cost":
             return "" if outcome.cost is None else f"{outcome.cost:,.2f}"
     raise AssertionError(f"no such column: {column}")

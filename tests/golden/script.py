@@ -265,7 +265,8 @@ class Script:
         if kind == "sent":
             return RecordsSent(name, generation, records, vote)
         complete = "gradients" in words
-        return Quiesced(name, generation, step, vote, complete, "torn" in words, records)
+        torn = "torn" in words
+        return Quiesced(name, generation, step, vote, complete, torn, records, saving_step=step)
 
     def _record(self, step: int) -> StepRecord:
         state = self._core.state

@@ -1,5 +1,5 @@
-"""A recipe of a small Llama with the plans of torch's tutorial and of torchtitan, and its plain
-loop."""
+"""A small Llama, with a complex buffer as Meta's and torchtitan's have: a recipe with the plans of
+torch's tutorial and of torchtitan, a custom training loop, and the plain loop."""
 
 from __future__ import annotations
 
@@ -15,8 +15,10 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
 )
 from torch.nn.functional import cross_entropy, dropout, scaled_dot_product_attention, silu
+from torch.utils.data import DataLoader
 
 from elastic.geometry.sample_order import microbatch_seed, sample_of
+from pipelines.loop import Run
 from pipelines.run.recipes import with_custom_model
 from pipelines.settings import TrainSettings
 from pipelines.settings.recipe import Recipe
@@ -132,14 +134,14 @@ class Llama(nn.Module):
         self.layers = nn.ModuleDict({str(number): Block() for number in range(2)})
         self.norm = nn.RMSNorm(WIDTH)
         self.output = nn.Linear(WIDTH, VOCABULARY, bias=False)
+        angles = torch.arange(LENGTH)[:, None] / 10.0 ** torch.arange(WIDTH // HEADS // 2)
+        rotations = torch.polar(torch.ones_like(angles), angles)
+        self.register_buffer("freqs_cis", rotations, persistent=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
         x = self.tok_embeddings(tokens)
-        positions = torch.arange(tokens.shape[1], dtype=x.dtype)
-        angles = positions[:, None] / 10.0 ** torch.arange(WIDTH // HEADS // 2)
-        freqs_cis = torch.polar(torch.ones_like(angles), angles)
         for layer in self.layers.values():
-            x = layer(x, freqs_cis)
+            x = layer(x, self.freqs_cis)
         return self.output(self.norm(x))
 
 
@@ -163,6 +165,18 @@ def of_titan() -> Recipe:
 
 
 CUSTOM_SETTINGS = with_custom_model(of_tutorial()).settings
+"""Of the recipes and of the loop."""
+
+
+def train(run: Run) -> None:
+    model = Llama().double()
+    sgd = optimizer(model.parameters())
+    loader = DataLoader(Tokens(), batch_size=SETTINGS.microbatch, shuffle=True)
+    model, sgd, loader = run.prepare(model, sgd, loader)
+    for step in run.steps(SETTINGS.steps, microbatches=SETTINGS.num_microbatches):
+        with step:
+            for batch in step.batches():
+                step.backward(loss(model, batch).mean())
 
 
 def train_in_one_process() -> list[float]:

@@ -96,7 +96,7 @@ def keeps_its_own_loss(run: Run) -> None:
 def adds_later(run: Run) -> None:
     model, optimizer, _, loader = build_training(is_scheduled=False)
     model, optimizer, loader = run.prepare(model, optimizer, loader)
-    kept = run.keep({})
+    kept = run.keep({"shown": torch.zeros(3)})
     for step in run.steps(NUM_STEPS, microbatches=NUM_MICROBATCHES):
         with step:
             compute(step, model)

@@ -31,6 +31,7 @@ sys.stdin.read()
 CREDENTIALS = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret"}
 START_TIMEOUT_S = 60.0
 NUM_KEPT_HEADERS = 8
+REQUEST = re.compile(rb"(GET|HEAD|PUT|POST|DELETE) /")
 GET = re.compile(rb"GET [^ ?]*/([^ /?]+)[ ?]")
 
 
@@ -44,6 +45,8 @@ class S3Proxy:
         self._sockets: set[socket.socket] = set()
         self.num_fetches: Counter[str] = Counter()
         """How often clients have requested a file, by its name."""
+        self.num_requests: Counter[str] = Counter()
+        """How often clients have sent a request, by its method."""
         self.upload_headers: deque[str] = deque(maxlen=NUM_KEPT_HEADERS)
         """The headers of the last uploads, for the message of an assertion."""
 
@@ -97,6 +100,8 @@ class S3Proxy:
                     data = sock.recv(1 << 16)
                     if not data:
                         return
+                    if request := REQUEST.match(data):
+                        self.num_requests[request[1].decode()] += 1
                     if get_request := GET.match(data):
                         self.num_fetches[get_request[1].decode()] += 1
                     elif data.startswith(b"PUT "):

@@ -8,7 +8,7 @@ import pytest
 
 from elastic.geometry.layout import Layout
 from elastic.geometry.regions import Region
-from elastic.planner.worker_memory import worker_memory
+from elastic.planner.models.worker_memory import worker_memory
 from elastic.protocol.votes import Vote
 from pipelines.run.job import job_of
 from pipelines.run.program import TrainingProgram

@@ -42,10 +42,10 @@ def assert_trained_as_plain(run: Outcome, seed: int = scalar_net.SETTINGS.seed) 
     ("layout", "resharded", "changes"),
     [
         ("fsdp=4,zero=3", "pp=2,fsdp=2,zero=1", {}),
-        pytest.param("dp=2,fsdp=2,zero=1", "tp=2,fsdp=2,zero=3", {}, marks=pytest.mark.slow),
-        pytest.param("fsdp=4,zero=2", "dp=4", {}, marks=pytest.mark.slow),
-        pytest.param("pp=2,fsdp=2,zero=3", "dp=2,tp=2", {}, marks=pytest.mark.slow),
-        pytest.param("fsdp=4,zero=3", "fsdp=4,zero=1", {"offload": True}, marks=pytest.mark.slow),
+        pytest.param("dp=2,fsdp=2,zero=1", "tp=2,fsdp=2,zero=3", {}, marks=pytest.mark.soak),
+        pytest.param("fsdp=4,zero=2", "dp=4", {}, marks=pytest.mark.soak),
+        pytest.param("pp=2,fsdp=2,zero=3", "dp=2,tp=2", {}, marks=pytest.mark.soak),
+        pytest.param("fsdp=4,zero=3", "fsdp=4,zero=1", {"offload": True}, marks=pytest.mark.soak),
     ],
 )
 def test_parameters_without_dims_killed_twice_and_resharded_equal_the_plain_loop(
@@ -66,7 +66,7 @@ def test_parameters_without_dims_killed_twice_and_resharded_equal_the_plain_loop
     assert (last.pp, last.tp) == (wanted.pp, wanted.tp), "replacements may still start"
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_loop_with_parameters_without_dims_equals_the_plain_loop(tmp_path: Path) -> None:
     (marks := tmp_path / "marks").mkdir()
     run = run_in_processes(
@@ -86,7 +86,7 @@ def test_loop_with_parameters_without_dims_equals_the_plain_loop(tmp_path: Path)
     assert saved["gates"][-1] == pytest.approx(state["layers.0.gate"].item(), rel=1e-9)
 
 
-@pytest.mark.slow
+@pytest.mark.soak
 def test_scalars_in_bfloat16_train_alike_at_all_zero_stages(tmp_path: Path) -> None:
     """FSDP does not see them at stage 3, so this repository copies them to bfloat16."""
     trained = {}

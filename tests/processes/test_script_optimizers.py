@@ -81,7 +81,12 @@ def test_optimizer_that_couples_parameters_is_not_sharded() -> None:
 
 @pytest.mark.parametrize(
     ("name", "offload"),
-    [("of_matrices", False), ("of_matrices", True), ("factored", False), ("preconditioned", False)],
+    [
+        ("of_matrices", True),
+        pytest.param("of_matrices", False, marks=pytest.mark.soak),
+        pytest.param("factored", False, marks=pytest.mark.soak),
+        ("preconditioned", False),
+    ],
 )
 def test_owners_change_with_the_layout(name: str, offload: bool, tmp_path: Path) -> None:
     """And with the ZeRO stage; one worker reads the checkpoint that the owners wrote."""

@@ -17,7 +17,7 @@ import torch
 
 from actors.runtime.handshake import connect_remote, new_secret
 from actors.snapshots.memory_layout import read_snapshot
-from actors.snapshots.messages import send_message
+from actors.snapshots.messages import receive_message, send_message
 from actors.snapshots.server import SnapshotServerProcess, host_snapshot_server
 from actors.snapshots.worker_snapshots import Snapshots
 from elastic.geometry.assignment import Assignment
@@ -176,6 +176,40 @@ def test_vote_waits_for_a_replacement_server(children: list[Child]) -> None:
     snapshots.end_generation()
 
 
+@pytest.mark.parametrize("every", [1, 2])
+def test_failed_snapshot_is_not_taken_again_from_later_tensors(
+    children: list[Child], every: int
+) -> None:
+    """A vote has stopped waiting, the next step has changed the tensors in place, and only then the
+    copy fails and the controller names other servers."""
+    local_server, remote_server = (child.snapshot_server for child in children)
+    pid = children[1].process.pid
+    assert pid
+    os.kill(pid, signal.SIGSTOP)
+    snapshots = Snapshots("w0", "here", SPECS, every=every, secret=SECRET, patience_s=0.5)
+    servers = ((local_server, remote_server),)
+    snapshots.start_snapshots(StartSnapshots(3, ("w0",), servers))
+    tensors = random_shard(2)
+    snapshots.begin(2, ASSIGNMENT, tensors)
+    snapshots.await_whole(interrupt_never)
+    snapshots.await_copied()
+    for name, tensor in random_shard(3).items():
+        tensors[name].copy_(tensor)
+    snapshots.begin(3, ASSIGNMENT, tensors)
+    children[1].end()
+    snapshots.start_snapshots(StartSnapshots(3, ("w0",), ((local_server,),)))
+    deadline = time.monotonic() + 2.0
+    while time.monotonic() < deadline:  # the copy fails meanwhile
+        snapshots.await_whole(interrupt_never)
+    assert_has(local_server, 2, "here")
+    assert not snapshots.are_whole
+    snapshots.begin(4, ASSIGNMENT, random_shard(4))
+    while not snapshots.are_whole:
+        snapshots.await_whole(interrupt_never)
+    assert_has(local_server, 4, "here")
+    snapshots.end_generation()
+
+
 def test_frozen_server_blocks_neither_abort_nor_next_apply(children: list[Child]) -> None:
     """Nor does it block the end of a generation."""
     pid = children[0].process.pid
@@ -214,6 +248,24 @@ def test_newer_of_two_writers_to_a_buffer_wins() -> None:
             stuck.sendall(body)
     assert [slot.step for slot in server.report(3).slots] == [6]
     stuck.close()
+
+
+def test_servers_forget_earlier_generations_but_the_one_to_keep() -> None:
+    server = SnapshotServerProcess("there", "", HOST, SECRET)
+    address = (server.snapshot_server.host, server.snapshot_server.port)
+    for generation in (3, 4, 5, 6):
+        with connect_remote(address, SECRET, 30.0) as sender:
+            header = {"worker": "w0", "generation": generation, "kept_step": -2}
+            send_message(sender, do="put", **header, step=7, num_bytes=100)
+            sender.sendall(b"x" * 100)
+            send_message(sender, step=7)
+            assert receive_message(sender) == {"is_whole": True}
+    full_bytes = server.report(6).memory_bytes
+    server.forget(6, 4)
+    assert [slot.generation for slot in server.report(6).slots] == [4, 6]
+    assert server.report(6).memory_bytes == full_bytes / 2
+    server.forget(6)
+    assert [slot.generation for slot in server.report(6).slots] == [6]
 
 
 def test_snapshot_overwritten_while_sent_is_discarded() -> None:

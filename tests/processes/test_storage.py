@@ -65,6 +65,36 @@ def test_files_and_folders_are_removed(storage: Storage) -> None:
     assert storage.files() == {"a/e": 1}
 
 
+def test_folder_of_an_object_store_is_removed_in_bulk(s3_proxy: S3Proxy, tmp_path: Path) -> None:
+    """Neither its objects nor markers of folders remain, and requests do not depend on them."""
+    storage = open_storage(s3_proxy.url).at(tmp_path.name)
+    for number in range(20):
+        storage.write(f"checkpoints/step-1/part-{number}", b"x")
+    storage.write("checkpoints/step-2/part-0", b"x")
+    before = s3_proxy.num_requests.total()
+    storage.remove("checkpoints/step-1/part-0")
+    storage.remove("checkpoints/step-1")
+    storage.remove("checkpoints/step-1")
+    assert s3_proxy.num_requests.total() - before < 20
+    assert storage.at("checkpoints").folders() == ["step-2"]
+    assert storage.files() == {"checkpoints/step-2/part-0": 1}
+
+
+def test_stream_survives_an_outage_of_an_object_store_for_seconds(
+    s3_proxy: S3Proxy, tmp_path: Path
+) -> None:
+    """Three tries of a request would end after 1.4 s, and a large file would be lost with it."""
+    storage = open_storage(s3_proxy.url).at(tmp_path.name)
+    content = bytes(24 << 20)
+    with storage.writing("part") as out:
+        s3_proxy.close()
+        reopening = threading.Timer(3.0, s3_proxy.open)
+        reopening.start()
+        out.write(content)
+    reopening.join()
+    assert storage.size("part") == len(content)
+
+
 def test_interrupted_write_is_never_visible(storage: Storage) -> None:
     storage.write("kept", b"old")
     for name in ("kept", "new"):

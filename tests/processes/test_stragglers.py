@@ -21,7 +21,7 @@ SETTINGS = tiny().model_copy(
     }
 )
 SLOW = Fault("slow", "w1", 10, factor=6.0)
-WATCHED = {"straggler_every": 5}
+WATCHED = {"straggler_every": 5, "straggler_reduce": False}
 
 
 @pytest.fixture(scope="module")

@@ -17,7 +17,7 @@ from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.topology import Place
 from elastic.geometry.training_job import Bandwidths, Capacity, Job
 from elastic.planner.layout_choice import LayoutChoice, plan_layout
-from elastic.planner.memory_model import worker_bytes
+from elastic.planner.models.memory_model import worker_bytes
 from elastic.planner.proposal import Proposal, propose
 
 

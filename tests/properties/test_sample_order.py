@@ -1,6 +1,7 @@
 """The sample order for any seed, sizes and world size (invariant 5)."""
 
 from collections import Counter
+from itertools import product
 
 import pytest
 from hypothesis import given
@@ -8,8 +9,10 @@ from hypothesis import strategies as st
 
 from elastic.geometry.sample_order import (
     InvalidSamples,
+    balanced_shares,
     batch_ids,
     deal,
+    even_shares,
     mixed,
     num_rounds,
     sample_of,
@@ -82,6 +85,46 @@ def test_every_microbatch_is_dealt_once_and_evenly(num_microbatches: int, num_da
     assert [m for microbatches in dealt for m in microbatches] == list(range(num_microbatches))
     assert max(sizes) - min(sizes) <= 1
     assert max(sizes) == num_rounds(num_microbatches, num_data_ranks)
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=8).filter(any))
+def test_microbatches_are_dealt_by_shares_in_order(shares: list[int]):
+    dealt = deal(sum(shares), len(shares), shares)
+    assert [len(microbatches) for microbatches in dealt] == shares
+    assert [m for microbatches in dealt for m in microbatches] == list(range(sum(shares)))
+    assert num_rounds(sum(shares), len(shares), shares) == max(shares)
+
+
+def longest(shares: tuple[int, ...], costs: list[float]) -> float:
+    return max(share * cost for share, cost in zip(shares, costs, strict=True))
+
+
+costs_of_ranks = st.lists(st.floats(0.1, 10.0), min_size=1, max_size=4)
+
+
+@given(costs_of_ranks, st.integers(1, 10))
+def test_no_other_shares_are_done_sooner_than_balanced_ones(
+    costs: list[float], num_microbatches: int
+):
+    shares, least = balanced_shares(costs, num_microbatches), int(num_microbatches >= len(costs))
+    assert sum(shares) == num_microbatches and min(shares) >= least
+    others = product(range(least, num_microbatches + 1), repeat=len(costs))
+    best = min(longest(o, costs) for o in others if sum(o) == num_microbatches)
+    assert longest(shares, costs) == best
+
+
+@given(st.floats(0.1, 10.0), counts, counts)
+def test_balanced_shares_of_equal_ranks_are_even(
+    cost: float, num_microbatches: int, num_data_ranks: int
+):
+    shares = balanced_shares([cost] * num_data_ranks, num_microbatches)
+    assert sorted(shares) == sorted(even_shares(num_microbatches, num_data_ranks))
+
+
+@given(costs_of_ranks, st.integers(4, 40))
+def test_slower_rank_has_no_larger_share(costs: list[float], num_microbatches: int):
+    shares = balanced_shares(sorted(costs), num_microbatches)
+    assert list(shares) == sorted(shares, reverse=True)
 
 
 @given(st.integers(0, 2**64 - 1), st.integers(0, 63))

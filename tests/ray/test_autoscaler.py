@@ -75,11 +75,11 @@ def kill_node_of(pid: int) -> None:
         os.kill(process.pid, signal.SIGKILL)
 
 
-def train_command(storage: Path, workers: str, num_steps: int) -> list[str]:
+def train_command(storage: Path, workers: str, num_steps: int, *changes: str) -> list[str]:
     """A command that uses the installed sources: the nodes share one folder for working directories
     here, and each would overwrite those of the others."""
     arguments = ["tiny", "--workers", workers, "--steps", str(num_steps)]
-    for setting in (*SETTINGS, "accelerator=L4"):
+    for setting in (*SETTINGS, "accelerator=L4", *changes):
         arguments += ["--set", setting]
     return ["python", "-m", "pipelines", "train", *arguments, *storage_options(storage)]
 
@@ -171,3 +171,34 @@ def test_without_spot_capacity_only_the_rest_runs_on_demand(tmp_path: Path) -> N
         ended = cluster.await_end("lacking")
         assert ended["status"] == "SUCCEEDED", cluster.log("lacking")
     assert {len(line["workers"]) for line in run.lines("Resume")} == {2}
+
+
+def test_refused_spot_machines_are_replaced_on_demand_and_come_back(tmp_path: Path) -> None:
+    """All three workers run on demand, although the spot type could have four; once the cloud has
+    spot machines again, they are exchanged at a step boundary."""
+    run = run_of_storage(tmp_path)
+    capacity_file = tmp_path / "come"
+    autoscaling_config = partial(autoscaling, lacking={"l4-spot": str(capacity_file)})
+    market = ("use=fallback", "on_demand_after_s=60", "retry_spot_after_s=60")
+    changes = [f"market.{change}" for change in market]
+    with start_head(0, autoscaling=autoscaling_config, **ENVIRONMENT) as cluster:
+        cluster.submit("grows", None, *train_command(tmp_path, "2:3", 100_000, *changes))
+        wait_for_members(cluster, run, 3)
+        assert node_types(cluster) == ["l4"] * 3
+        capacity_file.touch()
+        on_spot = {"l4-spot"}
+        wait_for(lambda: types_of_members(run) == on_spot, "an exchange", 0.5)
+        wait_for_ten_steps(run, run.lines("Resume")[-1])
+        cluster.ray("job", "stop", "grows")
+        wait_for(lambda: run.lines("Stopped"), "the end")
+    first, *_ = run.lines("MarketChosen")
+    assert (first["market"], first["num_workers"]) == ("on-demand", 3)
+    assert first["cause"] == "no spot machine came for 60 s"
+    assert not run.lines("Abort") and not run.lines("RolledBack") and not run.lines("Warned")
+    assert_one_lineage(run)
+
+
+def types_of_members(run: Command) -> set[str]:
+    """The node types of the members of the newest generation."""
+    types = {line["worker"]: line["node_type"] for line in run.lines("WorkerReady")}
+    return {types[worker] for worker in run.lines("Resume")[-1]["workers"]}

@@ -23,12 +23,10 @@ from elastic.protocol.commands import (
     Command,
     DropCheckpoints,
     Form,
-    LayoutAnswered,
     Pause,
     QuerySnapshotServers,
     RecordStep,
     Resume,
-    RolledBack,
 )
 from elastic.protocol.commands import Stopped as RunStopped
 from elastic.protocol.controller_state import ControllerState
@@ -48,6 +46,7 @@ from elastic.protocol.events import (
     StepCommitted,
     WorkerRaised,
 )
+from elastic.protocol.notes import LayoutAnswered, RolledBack
 from elastic.protocol.phases import Aborting, Ended, Forming, Pausing, Resharding, Running, Waiting
 from elastic.protocol.snapshot_events import (
     SnapshotServerLost,
@@ -201,17 +200,26 @@ class Checks:
         memories = [
             m for w in available if (m := state.membership.records[w].memory_bytes) is not None
         ]
-        shuffled = self._random.sample(available, len(available))
-        reassigned = assign(
-            form.plan.old,
-            shuffled,
-            generation=form.generation,
-            target_layout=state.layouts.target,
-            topology={w: state.membership.records[w].place for w in shuffled},
-            job=state.job,
-            memory_bytes=min(memories, default=None),
-        )
-        assert reassigned == form.assignment, "invariant 2: arrival order matters"
+        standbys = set(form.assignment.standbys)
+        assert standbys == set(available) - set(form.assignment.members), "a worker is forgotten"
+        deferred = standbys & state.forming.deferred.keys()
+        reassigned = []
+        for workers in (available, [w for w in available if w not in deferred]):
+            shuffled = self._random.sample(workers, len(workers))
+            assigned = assign(
+                form.plan.old,
+                shuffled,
+                generation=form.generation,
+                target_layout=state.layouts.target,
+                topology={w: state.membership.records[w].place for w in shuffled},
+                job=state.job,
+                memory_bytes=min(memories, default=None),
+            )
+            reassigned.append(assigned)
+        members = [(a.layout, a.members) for a in reassigned if isinstance(a, Assignment)]
+        expected = (form.assignment.layout, form.assignment.members)
+        assert expected in members, "invariant 2: arrival order matters"
+        check_shares(form, state.job.num_microbatches)
 
     def _check_nodes(self, form: Form, former: Form | None, state: ControllerState) -> None:
         """No worker gets a rank on a quarantined node while there are enough others. A worker of an
@@ -361,6 +369,15 @@ def check_mesh(assignment: Assignment) -> None:
     for axis in AXES:
         grouped = [rank for group in layout.groups(axis) for rank in group]
         assert sorted(grouped) == list(ranks), f"invariant 1: {axis} groups do not partition"
+
+
+def check_shares(form: Form, num_microbatches: int) -> None:
+    """Shares are of all microbatches, and only members that stay together have some."""
+    old, new = form.plan.old, form.assignment
+    if new.shares:
+        assert old and (old.layout, old.members) == (new.layout, new.members), "others' shares"
+        assert sum(new.shares) == num_microbatches, "invariant 5: shares of another batch"
+        assert min(new.shares) >= 1, "a rank without a microbatch"
 
 
 def newest_covered(parts: Iterable[Part]) -> int:

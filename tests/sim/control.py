@@ -16,8 +16,8 @@ from actors.simulation.timeline import Timeline
 from elastic.geometry.training_job import Job
 from elastic.protocol.commands import Form
 from elastic.protocol.events import Event
-from elastic.protocol.reattachment import NUM_KEPT_EVENTS, Outbox
 from elastic.protocol.step_records import NUM_KEPT_RECORDS, NUM_SENT_RECORDS
+from elastic.replay.reattachment import NUM_KEPT_EVENTS, Outbox
 
 
 class Interrupted(Exception):
@@ -56,6 +56,8 @@ class Surroundings:
     step_s: tuple[float, float] = (0.02, 0.05)
     unwind_s: tuple[float, float] = (0.001, 0.01)
     form_s: tuple[float, float] = (0.01, 0.03)
+    snapshot_s: tuple[float, float] = (0.002, 0.03)
+    """How long a copy to one snapshot server takes."""
     num_kept_events: int = NUM_KEPT_EVENTS
     num_kept_records: int = NUM_KEPT_RECORDS
     num_sent_records: int = NUM_SENT_RECORDS

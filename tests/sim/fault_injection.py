@@ -31,6 +31,8 @@ def inflict(world: World, action: str, worker: SimWorker) -> None:
         act(world, worker)
     elif action.startswith("raise "):
         worker.control.next_error = action.removeprefix("raise ")
+    elif action.startswith("slow by "):
+        worker.control.slowness = float(action.removeprefix("slow by "))
     elif action.startswith("request layout "):
         target_layout = TargetLayout.parse(action.removeprefix("request layout "))
         world.post_soon(LayoutRequested(f"request {len(world.struck)}", target_layout))

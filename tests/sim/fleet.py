@@ -64,9 +64,9 @@ class SimFleet:
         self._process.execute(("QuerySnapshotServers", generation, None, ""))
         self._reach(nodes, Query(generation, tuple(nodes)))
 
-    def forget_snapshots(self, nodes: Sequence[str], generation: int) -> None:
+    def forget_snapshots(self, nodes: Sequence[str], generation: int, kept_generation: int) -> None:
         self._process.execute(("ForgetSnapshots", generation, None, ""))
-        self._reach(nodes, ForgetSnapshots(generation, tuple(nodes)))
+        self._reach(nodes, ForgetSnapshots(generation, tuple(nodes), kept_generation))
 
     def stop_worker(self, worker: str) -> None:
         self._process.execute(("StopWorker", None, None, worker))
@@ -144,7 +144,7 @@ class SimFleet:
             if server is None or server.is_frozen:
                 return
             if isinstance(command, ForgetSnapshots):
-                server.forget(command.generation)
+                server.forget(command.generation, command.kept_generation)
             else:
                 held = server.slots(), server.parity_slots()
                 report = SnapshotServerReported(node, command.generation, held[0], parities=held[1])
@@ -173,7 +173,7 @@ class SimFleet:
 
     def _find_snapshot_servers(self, state: ControllerState) -> None:
         found = self._world.around.snapshot_servers
-        for node in sorted(state.snapshots.servers.keys() | state.snapshots.starting):
+        for node in sorted(state.snapshots.servers.keys() | state.snapshots.starting_since.keys()):
             if node in found:
                 self._post_at_once(SnapshotServerReady(found[node].snapshot_server))
             elif node in state.snapshots.servers:

@@ -10,19 +10,13 @@ from elastic.protocol.commands import (
     DropCheckpoints,
     ForgetSnapshots,
     Form,
-    LayoutAnswered,
-    NodeQuarantined,
-    NodeReleased,
     Pause,
     PublishCheckpoint,
     QuerySnapshotServers,
     RecordStep,
-    Replaced,
     RequestCheckpoint,
     Reshard,
-    Resharded,
     Resume,
-    RolledBack,
     RollForward,
     SaveCheckpoint,
     SendRecords,
@@ -34,8 +28,6 @@ from elastic.protocol.commands import (
     Stopped,
     StopSnapshotServer,
     StopWorker,
-    Waited,
-    Warned,
 )
 from elastic.protocol.events import (
     Event,
@@ -44,6 +36,19 @@ from elastic.protocol.events import (
     RunOpened,
     StateReady,
     StepCommitted,
+)
+from elastic.protocol.notes import (
+    LayoutAnswered,
+    MarketChosen,
+    NodeQuarantined,
+    NodeReleased,
+    Note,
+    Replaced,
+    Resharded,
+    RolledBack,
+    StepTimeCompared,
+    Waited,
+    Warned,
 )
 from elastic.protocol.phases import Aborting, Phase, Waiting
 from elastic.protocol.step_records import RecordsSent
@@ -60,13 +65,14 @@ def _of_command(command: Command) -> str:  # noqa: C901 (one flat case a command
         case StartStore():
             return ""
         case StartWorkers():
-            return " ".join((*command.workers, *(f"not on {node}" for node in command.quarantined)))
+            places = (*(f"not on {node}" for node in command.quarantined), command.market)
+            return " ".join((*command.workers, *filter(None, places)))
         case StartSnapshotServer():
             return command.node
         case StartSnapshots():
             return _of_start_snapshots(command)
         case QuerySnapshotServers() | ForgetSnapshots():
-            return f"g{command.generation} {_names(command.nodes)}"
+            return _of_snapshot_servers(command)
         case StopSnapshotServer():
             return f"{command.node}: {command.cause}"
         case StopWorker():
@@ -95,6 +101,15 @@ def _of_command(command: Command) -> str:  # noqa: C901 (one flat case a command
             return _of_saving(command)
         case RecordStep():
             return f"{command.record.step}{' missing' * command.record.missing}"
+        case _ if isinstance(command, Note):
+            return _of_note(command)
+        case Stopped():
+            reason = f": {command.reason}" if command.reason else ""
+            return f"{command.outcome} at step {command.step}{reason}"
+
+
+def _of_note(command: Note) -> str:
+    match command:
         case Resharded():
             return f"g{command.generation} at step {command.step} from {command.source}"
         case RolledBack():
@@ -103,17 +118,17 @@ def _of_command(command: Command) -> str:  # noqa: C901 (one flat case a command
             return f"g{command.generation} to {steps}, {command.source}{_without(command)}{cause}"
         case Warned():
             return f"{command.kind}: {command.text}"
-        case Replaced() | NodeQuarantined() | NodeReleased():
+        case Replaced() | NodeQuarantined() | NodeReleased() | StepTimeCompared():
             return _of_watching(command)
+        case MarketChosen():
+            withdrawn = f" instead of {_names(command.withdrawn)}" if command.withdrawn else ""
+            return f"{command.num_workers} {command.market}{withdrawn}: {command.cause}"
         case Waited():
             return command.reason
         case LayoutAnswered():
             layouts = f"{command.present or 'nothing'} -> {command.planned}"
             refused = f"g{command.generation} refused: {command.refusal}"
             return refused if command.refusal else layouts
-        case Stopped():
-            reason = f": {command.reason}" if command.reason else ""
-            return f"{command.outcome} at step {command.step}{reason}"
 
 
 def _without(command: Resume | RolledBack) -> str:
@@ -128,7 +143,9 @@ def _of_survivors(command: RollForward | SendRecords) -> str:
     return f"{receivers} at step {command.vote.step}"
 
 
-def _of_watching(command: Replaced | NodeQuarantined | NodeReleased) -> str:
+def _of_watching(command: Replaced | NodeQuarantined | NodeReleased | StepTimeCompared) -> str:
+    if isinstance(command, StepTimeCompared):
+        return f"{command.layout} {command.measured_s:.4g} s, not {command.predicted_s:.4g} s"
     name = command.worker if isinstance(command, Replaced) else command.node
     return f"{name}: {command.cause}"
 
@@ -149,6 +166,13 @@ def _of_saving(
         case PublishCheckpoint():
             files = _names(file.name for file in command.files)
             return f"step {command.step} g{command.generation} {files}"
+
+
+def _of_snapshot_servers(command: QuerySnapshotServers | ForgetSnapshots) -> str:
+    text = f"g{command.generation} {_names(command.nodes)}"
+    if isinstance(command, ForgetSnapshots) and command.kept_generation:
+        return f"{text}, not g{command.kept_generation}"
+    return text
 
 
 def _of_start_snapshots(command: StartSnapshots) -> str:

@@ -28,8 +28,8 @@ from users_policy import quiet_policy
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Job
 from elastic.protocol.policy import Policy
-from elastic.protocol.reattachment import NUM_KEPT_EVENTS
 from elastic.protocol.step_records import NUM_KEPT_RECORDS, NUM_SENT_RECORDS
+from elastic.replay.reattachment import NUM_KEPT_EVENTS
 
 NUM_MICROBATCHES = 12
 
@@ -51,6 +51,7 @@ class Scenario:
     step_s: tuple[float, float] = (0.02, 0.05)
     unwind_s: tuple[float, float] = (0.001, 0.01)
     form_s: tuple[float, float] = (0.01, 0.03)
+    snapshot_s: tuple[float, float] = (0.002, 0.03)
     absence_s: tuple[float, float] = (0.3, 4.0)
     """How long a controller that dies is away."""
     num_kept_events: int = NUM_KEPT_EVENTS
@@ -135,8 +136,7 @@ def drawn(seed: int) -> Scenario:
 
 
 def drawn_with_snapshots(seed: int) -> Scenario:
-    """The scenario of a seed, with snapshot servers, and faults that strike them and whole
-    nodes."""
+    """The scenario of a seed with snapshot servers, and faults of these and of whole nodes."""
     scenario = drawn(seed)
     random = Random(f"snapshots/{seed}")
     every, max_workers = random.choice((1, 1, 1, 2, 3)), scenario.policy.max_workers

@@ -58,6 +58,9 @@ class SimSnapshotServer:
         slots = (ParitySlot(*key, step) for key, p in self.parities.items() for step in p.whole)
         return tuple(sorted(slots, key=str))
 
-    def forget(self, generation: int) -> None:
-        self.kept = {key: parts for key, parts in self.kept.items() if key[1] >= generation}
-        self.parities = {key: p for key, p in self.parities.items() if key[2] >= generation}
+    def forget(self, generation: int, kept_generation: int) -> None:
+        def is_kept(other: int) -> bool:
+            return other >= generation or other == kept_generation
+
+        self.kept = {key: parts for key, parts in self.kept.items() if is_kept(key[1])}
+        self.parities = {key: p for key, p in self.parities.items() if is_kept(key[2])}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from copy import deepcopy
+from dataclasses import dataclass
 from random import Random
 
 from sim.control import Control
@@ -12,112 +13,184 @@ from sim.parity import chunk_of
 from sim.snapshot_server import SimSnapshotServer
 from sim.timeline import Body
 
+from actors.snapshots.snapshot_cost import SnapshotCost
 from elastic.protocol.commands import StartSnapshots
 from elastic.protocol.snapshot_events import SnapshotTimed
-from elastic.reshard.snapshot_interval import interval_for
+from elastic.reshard.snapshot_interval import AUTO_EVERY, MARGIN, interval_for
 from elastic.reshard.snapshot_placement import SnapshotServer
 
 PATIENCE_S = 1.0
 
 
+@dataclass
+class Taken:
+    """A snapshot that has begun."""
+
+    copy: Part
+    order: StartSnapshots
+    began_s: float
+    num_pending: int
+    num_missed: int = 0
+    took_s: float = 0.0
+
+    @property
+    def is_whole(self) -> bool:
+        return not self.num_pending and not self.num_missed
+
+    @property
+    def step(self) -> int:
+        return self.copy.lineage.step
+
+
 class Snapshots:
-    """One worker's snapshots: begun after an apply, whole before the next vote."""
+    """One worker's snapshots: like `actors.snapshots.worker_snapshots.Snapshots`."""
 
     def __init__(self, control: Control) -> None:
         self._control = control
+        self._cost = SnapshotCost(lambda: control.around.timeline.now)
         self._order: StartSnapshots | None = None
-        self._taken_for: StartSnapshots | None = None
-        self._part: Part | None = None
-        self._safe_step = -1
-        self._pending = 0
-        self._missed = 0
+        self._noted: StartSnapshots | None = None
+        self._timed: StartSnapshots | None = None
+        self._taken: Taken | None = None
+        self._safe_step = self._due_step = self._held_step = -1
+        self._is_patient = True
 
     def obey(self, order: StartSnapshots) -> None:
         self._order = order
 
     def end_generation(self) -> None:
-        self._order = self._part = None
-        self._safe_step = -1
-
-    @property
-    def are_whole(self) -> bool:
-        return self._part is not None and not self._pending and not self._missed
+        self._order = self._noted = self._taken = None
+        self._safe_step = self._due_step = self._held_step = -1
+        self._is_patient = True
+        self._cost.end_generation()
 
     @property
     def whole_order(self) -> int | None:
-        whole = self._taken_for if self.are_whole else None
-        return whole.num_changes if whole else None
+        taken = self._taken
+        is_counted = taken and taken.is_whole and taken.step == self._due_step
+        if not taken or not is_counted or taken.order is not self._noted:
+            return None
+        return taken.order.num_changes
 
     def note(self, num_whole: int, num_members: int) -> None:
         """Note a vote's result: the step is kept until another is whole everywhere."""
-        if self._part and num_whole == num_members:
-            self._safe_step = self._part.lineage.step
+        if num_whole == num_members:
+            self._safe_step = self._due_step
             self._check_parities(self._safe_step)
 
     def take(self, part: Part, every: int) -> None:
-        """Begin a snapshot if it is due: it arrives at one snapshot server after the other."""
-        order, self._part = self._order, None
+        """A step boundary: begin a snapshot if one is due and no older one is under way."""
+        self._held_step = part.lineage.step
+        self._cost.end_step()
+        self._report_cost(every)
+        with self._cost.spending():
+            self._begin(part, every)
+
+    def _begin(self, part: Part, every: int) -> None:
+        """The snapshot arrives at one snapshot server after the other."""
+        order = self._order
         step, generation = part.lineage.step, part.assignment.generation
         if order is None or order.generation != generation:
             return
+        self._noted = order
+        if step % (order.every or every):
+            return
+        self._due_step = step
+        if self._taken and self._taken.order is order:
+            if self._taken.num_pending:
+                return
+            if self._taken.is_whole:
+                self._cost.note_copied(self._taken.took_s)
+        else:
+            self._cost.forget_snapshots()
         around, name = self._control.around, self._control.name
         snapshot_servers: tuple[SnapshotServer, ...] = order.snapshot_servers[
             order.workers.index(name)
         ]
-        if not snapshot_servers or step % (order.every or every):
+        if not snapshot_servers:
+            self._taken = None
             return
-        self._part, self._taken_for = part, order
-        self._time(order, step)
+        self._report_drawn_cost(order, step)
         mates = dict(self._mates(order))
-        self._pending, self._missed = len(snapshot_servers) + len(mates), 0
-        copy, training, delay_s = deepcopy(part), self._control.training, 0.0
+        num_pending = len(snapshot_servers) + len(mates)
+        self._taken = taken = Taken(deepcopy(part), order, around.timeline.now, num_pending)
+        self._cost.note_begun()
+        training, delay_s = self._control.training, 0.0
         for number, snapshot_server in enumerate(snapshot_servers):
             server = self._reachable(snapshot_server)
             if server is None:
-                self._pending -= 1
-                self._missed += 1
+                self._note_arrival(taken, is_taken=False)
                 continue
             server.begin(name, generation, self._safe_step)
-            delay_s += around.draw(0.002, 0.03)
+            delay_s += around.draw(*around.snapshot_s)
 
             def arrive(server: SimSnapshotServer = server, first: bool = number == 0) -> None:
                 """The worker copies to the first server itself; that one forwards it."""
-                if self._part is not part or order is not self._taken_for:
+                if self._taken is not taken or (first and training.ended):
                     return
-                if first and training.ended:
-                    return
-                if (
-                    server.is_frozen
-                    and around.snapshot_servers.get(server.snapshot_server.node) is server
-                ):
+                is_there = around.snapshot_servers.get(server.snapshot_server.node) is server
+                if server.is_frozen and is_there:
                     around.timeline.after(0.05, lambda: arrive(server, first))
                     return
-                self._pending -= 1
-                if around.snapshot_servers.get(server.snapshot_server.node) is server:
-                    server.put(name, copy)
-                else:
-                    self._missed += 1
+                if is_there:
+                    server.put(name, taken.copy)
+                self._note_arrival(taken, is_taken=is_there)
 
             around.timeline.after(delay_s, arrive)
         for mate, snapshot_server in mates.items():
-            self._spread(order, copy, part, snapshot_servers[0], mate, snapshot_server, delay_s)
-            delay_s += around.draw(0.002, 0.02)
+            self._spread(taken, snapshot_servers[0], mate, snapshot_server, delay_s)
+            delay_s += around.draw(*around.snapshot_s)
 
-    def _time(self, order: StartSnapshots, step: int) -> None:
+    def _note_arrival(self, taken: Taken, is_taken: bool) -> None:
+        if self._taken is taken:
+            taken.num_pending -= 1
+            taken.num_missed += not is_taken
+            taken.took_s = self._control.around.timeline.now - taken.began_s
+
+    def _report_cost(self, every: int) -> None:
+        """Report once for each order if copies call for another interval than a fixed one."""
+        order = self._order
+        if order is None or not self._taken or self._taken.order is not order:
+            return
+        is_longer = (order.every or every) > every
+        num_steps = self._cost.num_steps(PATIENCE_S / (MARGIN if is_longer else 1.0))
+        if every == AUTO_EVERY or num_steps is None or self._timed is order:
+            return
+        if interval_for(0.0, order.every or every, num_steps, every) != (order.every or every):
+            self._timed = order
+            self._control.report(
+                SnapshotTimed(self._control.name, order.generation, 0.0, num_steps)
+            )
+
+    def _report_drawn_cost(self, order: StartSnapshots, step: int) -> None:
         """Sometimes report a cost that calls for another interval, if that is `auto`."""
+        if self._control.around.snapshot_every != AUTO_EVERY:
+            return
         random = Random(f"{self._control.name}/{order.generation}/{step}")
         share = random.choice((0.0, 0.0, 0.015, 0.03, 0.06))
-        is_other = order.every and interval_for(share, order.every) != order.every
+        is_other = interval_for(share, order.every) != order.every
         if is_other and random.random() < 0.3:
             self._control.report(SnapshotTimed(self._control.name, order.generation, share))
 
     def wait(self) -> Body:
         """Wait for the current snapshot before a vote; if a server is gone, send it to another."""
-        deadline = self._control.around.timeline.now + PATIENCE_S
-        while self._part and not self.are_whole and self._control.around.timeline.now < deadline:
-            yield from self._control.work(0.003)
-            if self._missed and self._order is not self._taken_for:
-                self.take(self._part, 1)
+        timeline, every = self._control.around.timeline, self._control.around.snapshot_every
+        is_in_vain = not self._is_patient or bool(self._cost.num_steps(PATIENCE_S))
+        deadline = timeline.now + (0.0 if is_in_vain else PATIENCE_S)
+        with self._cost.spending():
+            while (taken := self._taken) and not taken.is_whole:
+                if timeline.now >= deadline:
+                    self._is_patient = False
+                    return
+                yield from self._control.work(0.003)
+                if taken.num_pending or taken.is_whole:
+                    continue
+                order = self._order
+                if taken.step != self._held_step or (order and taken.step % (order.every or every)):
+                    return
+                if order is not taken.order:
+                    self._begin(taken.copy, every)
+        self._is_patient = True
 
     def _mates(self, order: StartSnapshots) -> Iterator[tuple[str, SnapshotServer]]:
         """The other members of the worker's set, each with its snapshot server."""
@@ -137,9 +210,7 @@ class Snapshots:
 
     def _spread(
         self,
-        order: StartSnapshots,
-        copy: Part,
-        part: Part,
+        taken: Taken,
         local: SnapshotServer,
         mate: str,
         snapshot_server: SnapshotServer,
@@ -147,22 +218,20 @@ class Snapshots:
     ) -> None:
         """The worker's snapshot server sends a chunk to another member's, even if the worker has
         died. If either server dies meanwhile, half of the chunk has arrived."""
-        around, name = self._control.around, self._control.name
-        [members] = [workers for workers in order.sets if name in workers]
+        around, name, copy = self._control.around, self._control.name, taken.copy
+        [members] = [workers for workers in taken.order.sets if name in workers]
         generation, step = copy.assignment.generation, copy.lineage.step
         kept_step = self._safe_step
 
         def note(is_taken: bool) -> None:
-            if self._part is part and order is self._taken_for:
-                self._pending -= 1
-                self._missed += not is_taken
+            self._note_arrival(taken, is_taken)
 
         def begin() -> None:
             local_server, mate_server = self._reachable(local), self._reachable(snapshot_server)
             if not local_server or not mate_server or not local_server.has(name, copy):
                 note(is_taken=False)
             elif mate_server.parity(members, mate, generation).begin(name, step, kept_step):
-                around.timeline.after(around.draw(0.001, 0.02), end)
+                around.timeline.after(around.draw(*around.snapshot_s), end)
             else:
                 note(is_taken=False)
 
@@ -179,8 +248,8 @@ class Snapshots:
     def _check_parities(self, step: int) -> None:
         """If a vote says that snapshots are whole, all parities of the set exist, unless a server
         died since."""
-        order, name = self._taken_for, self._control.name
-        assert order
+        assert self._taken
+        order, name = self._taken.order, self._control.name
         for members in order.sets:
             snapshot_servers = {
                 m: self._reachable(order.snapshot_servers[order.workers.index(m)][0])

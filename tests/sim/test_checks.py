@@ -12,11 +12,12 @@ from sim.storage import Storage, Written
 from elastic.controller.core import Core
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.layout import Layout
-from elastic.protocol.commands import PublishCheckpoint, RecordStep, Resume, RolledBack
+from elastic.protocol.commands import PublishCheckpoint, RecordStep, Resume
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.duty_records import WorkerRecord
 from elastic.protocol.duty_state import MembershipDuty
 from elastic.protocol.events import StateReady, Woke
+from elastic.protocol.notes import RolledBack
 from elastic.protocol.votes import StepRecord
 
 TWO_SHARDS = Assignment(1, Layout(fsdp=2), ("w0", "w1"))

@@ -32,8 +32,9 @@ from sim.seeds import KEPT, KEPT_CONTROLLER, KEPT_DRAINS, KEPT_PARITIES, KEPT_WI
 from sim.shell_faults import drawn_with_shell_faults
 from sim.simulation import simulate
 
-from elastic.protocol.commands import Abort, Reshard, RolledBack, StopWorker
+from elastic.protocol.commands import Abort, Reshard, StopWorker
 from elastic.protocol.events import Checkpointed
+from elastic.protocol.notes import RolledBack
 from elastic.protocol.step_records import NUM_KEPT_RECORDS
 
 NUM_SEEDS = 600

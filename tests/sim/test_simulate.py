@@ -137,6 +137,67 @@ def test_variants_are_compared_in_one_table(tmp_path: Path) -> None:
     assert all(f"{rows[name]['goodput']:.2%}" in printed for name in names)
 
 
+SHORT = STEADY + "600,a,remove\n600,b,remove\n4000,e,add\n4000,f,add\n7200,g,add\n"
+MARKET = ("market.on_demand_after_s=300", "market.retry_spot_after_s=900")
+PRICES = ("market.spot_price=1", "market.on_demand_price=3")
+
+
+def run_market(
+    folder: Path, *changes: str, cost: tuple[str, ...] = FACTS, steps: int | None = None
+) -> tuple[SystemOutcome, list[dict[str, object]]]:
+    """Simulate `SHORT`: two of four spot nodes go at 600 s, and others come at 4,000 s."""
+    path = folder / "trace.csv"
+    path.write_text(SHORT)
+    request = SimulateRequest(
+        str(path), workers="1:4", cost=cost, steps=steps, changes=(*MARKET, *PRICES, *changes)
+    )
+    run, journal = plan_run(request), list[dict[str, object]]()
+    result = simulate(run, lambda line, is_metrics: None if is_metrics else journal.append(line))
+    return outcome_of(run, result, None), journal
+
+
+def test_on_demand_machines_replace_lost_spot_machines_until_these_come_again(
+    tmp_path: Path,
+) -> None:
+    outcome, journal = run_market(tmp_path, "market.use=fallback")
+    spot, _ = run_market(tmp_path, "market.use=spot")
+    chosen = [line for line in journal if line.get("command") == "MarketChosen"]
+    assert (chosen[0]["market"], chosen[0]["num_workers"]) == ("on-demand", 2)
+    assert chosen[0]["time"] == pytest.approx(600 + 4 + 300, abs=20)
+    assert outcome.steps > spot.steps + 800 and outcome.redone == 0
+    assert [line["time"] for line in journal if line.get("command") == "Abort"] == [
+        pytest.approx(604, abs=5)
+    ], "the exchange is a planned pause"
+    assert outcome.spot_h is not None and outcome.on_demand_h is not None
+    assert 1.5 < outcome.on_demand_h < 2.5, "two machines from about 1,030 s to 5,000 s"
+    assert outcome.cost == pytest.approx(outcome.spot_h + 3 * outcome.on_demand_h)
+    assert spot.on_demand_h == 0
+
+
+def test_run_on_demand_uses_no_machine_of_the_trace(tmp_path: Path) -> None:
+    outcome, _ = run_market(tmp_path, "market.use=on_demand", steps=1000)
+    assert outcome.spot_h == 0 and outcome.on_demand_h is not None
+    assert outcome.finish_s == pytest.approx(1000 + 120 + 10, abs=20)
+
+
+def test_run_without_on_demand_machines_trains_on_with_what_it_has(tmp_path: Path) -> None:
+    cost = (*FACTS, "on_demand_nodes=0")
+    outcome, journal = run_market(tmp_path, "market.use=fallback", cost=cost)
+    spot, _ = run_market(tmp_path, "market.use=spot")
+    assert outcome.on_demand_h == 0 and outcome.steps > 0.9 * spot.steps
+    markets = [line["market"] for line in journal if line.get("command") == "MarketChosen"]
+    assert markets[:3] == ["on-demand", "spot", "on-demand"]
+
+
+def test_deadline_uses_on_demand_machines_only_as_far_as_needed(tmp_path: Path) -> None:
+    done_by, _ = run_market(tmp_path, "market.use=fallback", "market.done_by=115min", steps=5000)
+    fallback, _ = run_market(tmp_path, "market.use=fallback", steps=5000)
+    assert fallback.finish_s is not None and done_by.finish_s is not None
+    assert fallback.finish_s < done_by.finish_s < 115 * 60
+    assert done_by.on_demand_h is not None and fallback.on_demand_h is not None
+    assert 0 < done_by.on_demand_h < fallback.on_demand_h
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [

@@ -65,6 +65,7 @@ class Trainer:
         self._order: Form
         self._held_step = NOTHING_HELD
         self._skipped_batches: tuple[int, ...] = ()
+        self._began = 0.0
         self._records = RecordRing(control.around.num_kept_records)
         self._known_step = 0
         self.snapshots = Snapshots(control)
@@ -194,21 +195,13 @@ class Trainer:
         self._around.meetings.leave(control.name)
         records = self._records.after(self._known_step, NUM_REPORTED_RECORDS + 1)
         missing = records if len(records) <= NUM_REPORTED_RECORDS else ()
-        if stepper is None:
-            control.report(Quiesced(control.name, generation, self._held_step, records=missing))
-            return
-        yield 0.0
-        control.report(
-            Quiesced(
-                control.name,
-                generation,
-                stepper.committed_step,
-                stepper.vote,
-                stepper.gradients_complete,
-                stepper.torn,
-                missing,
-            )
-        )
+        at = self._held_step, None, False, False
+        if stepper is not None:
+            yield 0.0
+            step, vote = stepper.committed_step, stepper.vote
+            at = step, vote, stepper.gradients_complete, stepper.torn
+        report = Quiesced(control.name, generation, *at, missing, self._writer.begun_step)
+        control.report(report)
 
     def send_records(self, command: SendRecords) -> None:
         """Answer at once, beside training."""
@@ -231,7 +224,8 @@ class Trainer:
         """Compute and vote; the vote is read on the host before anything is applied."""
         control, around, step = self._control, self._around, stepper.committed_step + 1
         yield from control.at("compute")
-        compute_s = control.slowness * around.draw(*around.step_s)
+        self._began = around.timeline.now
+        compute_s = control.slowness * self._relative_share * around.draw(*around.step_s)
         yield from control.work(compute_s)
         yield from self.snapshots.wait()
         yield from control.at("vote")
@@ -285,6 +279,8 @@ class Trainer:
         now, world_size = self._around.timeline.now, self._order.assignment.layout.num_workers
         loss = None if skipped else vote.loss_sum / vote.num_tokens
         step_s = sum(self._around.step_s) / 2
+        if self._around.straggler_every:
+            step_s = now - self._began
         record = StepRecord(now, vote.step, newest, world_size, loss, 1, 0.1, 1.0, step_s, skipped)
         self._records.append(record)
         yield from self._control.at("applied")
@@ -304,12 +300,28 @@ class Trainer:
     def _batch(self) -> int:
         return self._around.job.num_microbatches * SAMPLES_PER_MICROBATCH
 
+    @property
+    def _data_rank(self) -> int:
+        assignment = self._order.assignment
+        return assignment.layout.data_rank(assignment.world_rank(self._control.name))
+
+    @property
+    def _dealt(self) -> list[tuple[int, ...]]:
+        assignment, num_microbatches = self._order.assignment, self._around.job.num_microbatches
+        return deal(num_microbatches, assignment.layout.num_data_ranks, assignment.shares)
+
+    @property
+    def _relative_share(self) -> float:
+        """How many microbatches this worker computes, relative to a mean share."""
+        if not self._order.assignment.shares:
+            return 1.0
+        dealt = self._dealt
+        return len(dealt[self._data_rank]) * len(dealt) / self._around.job.num_microbatches
+
     def _samples(self, step: int) -> tuple[int, list[int]]:
         """This data rank, and the ids of the samples that it reads for a step."""
-        assignment = self._order.assignment
-        coordinates, layout = assignment.coordinates(self._control.name), assignment.layout
-        data_rank = coordinates.dp * layout.fsdp + coordinates.fsdp
-        dealt = deal(self._around.job.num_microbatches, layout.num_data_ranks)[data_rank]
+        data_rank = self._data_rank
+        dealt = self._dealt[data_rank]
         ids = batch_ids(step, self._batch, self._skipped_batches)
         return data_rank, [i for i in ids if (i - ids[0]) // SAMPLES_PER_MICROBATCH in dealt]
 

@@ -26,7 +26,7 @@ from elastic.protocol.commands import (
     StartSnapshots,
 )
 from elastic.protocol.events import WorkerRaised, WorkerReady
-from elastic.protocol.reattachment import Intake
+from elastic.replay.reattachment import Intake
 
 
 class SimWorker:

@@ -29,10 +29,7 @@ from sim.timeline import Channel
 from sim.worker import SimWorker
 
 from actors.simulation.timeline import Timeline
-from elastic.protocol.commands import (
-    Order,
-    Stopped,
-)
+from elastic.protocol.commands import Order, Stopped
 from elastic.protocol.events import Event, RunOpened, WorkerLost, WorkerReady, WorkerSuspected
 from elastic.protocol.policy import Policy
 from elastic.protocol.snapshot_events import SnapshotServerLost, SnapshotServerReported
@@ -134,6 +131,7 @@ class World:
             step_s=scenario.step_s,
             unwind_s=scenario.unwind_s,
             form_s=scenario.form_s,
+            snapshot_s=scenario.snapshot_s,
             num_kept_events=scenario.num_kept_events,
             num_kept_records=scenario.num_kept_records,
             num_sent_records=scenario.num_sent_records,

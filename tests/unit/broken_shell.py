@@ -23,6 +23,7 @@ from elastic.controller.core import Core
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Job
 from elastic.protocol import commands as all_commands
+from elastic.protocol import notes
 from elastic.protocol.commands import (
     Abort,
     Command,
@@ -41,6 +42,7 @@ from elastic.protocol.controller_events import (
     ControllerRecovered,
     ControllerRestarted,
     WorkerAnswered,
+    WorkerPlaced,
     WorkersStalled,
 )
 from elastic.protocol.controller_state import ControllerState
@@ -107,7 +109,7 @@ SAMPLES: list[Event] = [
     ControllerRecovered("Woke"),
     StoreLost("it died"),
     WorkerLost("w9", "killed"),
-    WorkerSuspected("w9", "silent"),
+    *(WorkerPlaced("w9", "node9"), WorkerSuspected("w9", "silent")),
     WorkerDraining("w9", "requested"),
     NodeDraining("node9", 1e12),
     NodeAtRisk("node9", "a notice"),
@@ -315,7 +317,7 @@ class TrainingFleet:
     def query_snapshot_servers(self, nodes: Sequence[str], generation: int) -> None:
         pass
 
-    def forget_snapshots(self, nodes: Sequence[str], generation: int) -> None:
+    def forget_snapshots(self, nodes: Sequence[str], generation: int, kept_generation: int) -> None:
         pass
 
     def probe(self, worker: str) -> Future[int]:
@@ -388,12 +390,10 @@ def extra_commands() -> list[Command]:
         all_commands.RollForward(1, (), VOTE),
         all_commands.SetAside(1, 99),
         all_commands.SendRecords(1, (), 0),
-        all_commands.RolledBack(1, 1, 1, "live"),
-        all_commands.Warned(1, 1, "notice", "text"),
-        all_commands.Replaced("w9", "slow"),
-        all_commands.NodeQuarantined("node9", 0.0, "crashes"),
-        all_commands.NodeReleased("node9", "its quarantine is over"),
-        all_commands.LayoutAnswered(1, "request", "dp=2", "dp=2"),
+        *(notes.RolledBack(1, 1, 1, "live"), notes.Warned(1, 1, "notice", "text")),
+        *(notes.Replaced("w9", "slow"), notes.StepTimeCompared(1, "dp=2", 1.0, 1.0)),
+        *(notes.NodeQuarantined("node9", 0.0, "crashes"), notes.NodeReleased("node9", "over")),
+        *(notes.LayoutAnswered(1, "request", "dp=2", "dp=2"), notes.MarketChosen("spot", 1, "")),
         all_commands.DropCheckpoints(()),
         all_commands.RequestCheckpoint(1, ("w0", "w1"), EVENTFUL_STEP),
         all_commands.StopWorker("w9", "unused"),

@@ -41,6 +41,20 @@ class Raising(Samples):
         raise KeyError("sample \\ud800")
 
 
+class Hooked(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+        self.weight.register_hook(lambda gradient: gradient * 2)
+
+
+class Turned(nn.Linear):
+    def __init__(self, persistent):
+        super().__init__(4, 4)
+        self.register_buffer("turn", torch.ones(2) * 1j, persistent=persistent)
+        if not persistent:
+            self.phase = nn.Parameter(torch.ones(2) * 1j)
+
+
 class Empty(nn.Module):
     def forward(self, batch):
         return batch
@@ -67,6 +81,9 @@ RECIPES = {
     "a model without parameters": ("make_recipe(model=Empty)", "Empty has no trainable parameters"),
     "a model that raises": ("make_recipe(model=lambda: 1 / 0)", "ZeroDivisionError"),
     "a model that is not a module": ("make_recipe(model=lambda: 5)", "int, not an nn.Module"),
+    "a hook on a gradient": ("make_recipe(model=Hooked)", "weight has a hook on its gradient"),
+    "a complex buffer": ("make_recipe(model=lambda: Turned(True))", "buffer turn is complex"),
+    "a complex parameter": ("make_recipe(model=lambda: Turned(False))", "phase is complex, which"),
     "an optimizer that raises": ("make_recipe(optimizer=lambda named: 1 / 0)", "ZeroDivisionError"),
     "another argument": ("Recipe(modle=1)", "unexpected keyword argument 'modle'"),
     "nothing instead of a recipe": ("None", "NoneType, not TrainSettings or a Recipe"),

@@ -29,13 +29,6 @@ class Named(lr_scheduler.LRScheduler):
         return [0.1 for _ in self.optimizer.param_groups]
 
 
-def estimate_loss(model, images):
-    model.eval()
-    loss = model(images).mean().item()
-    model.train()
-    return loss
-
-
 def train(run):
     images, labels = torch.randn(16, 4), torch.randint(0, 3, (16,))
     model = nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 3))
@@ -62,8 +55,6 @@ def scheduled(expression: str) -> str:
 
 
 MISTAKES = {
-    "eval in a step": (STEP, "model.eval()", "model.eval(): not possible within a step"),
-    "evaluation in a step": (STEP, "estimate_loss(model, images)", "evaluate between two steps"),
     "plain backward": (BACKWARD, "loss.backward()", "in place of loss.backward()"),
     "both backwards": (BACKWARD, f"loss.backward(); {BACKWARD}", "replaces loss.backward()"),
     "two backwards": (BACKWARD, f"{BACKWARD}; {BACKWARD}", "once for each of `step.batches()`"),
@@ -86,6 +77,16 @@ MISTAKES = {
         f"model[0].weight.register_hook(lambda g: g / 2); {PREPARE}",
         "0.weight has a hook on its gradient",
     ),
+    "complex parameter": (
+        SGD,
+        f"None; model.turn = nn.Parameter(torch.ones(2) * 1j); optimizer = {SGD}",
+        "the model's parameter turn is complex",
+    ),
+    "hook on a step": (
+        PREPARE,
+        f"optimizer.register_step_pre_hook(lambda *_: None); {PREPARE}",
+        "the optimizer has a hook on its step",
+    ),
     "part taken before": (
         "model(x), y",
         "model[2](model[1](first(x))), y",
@@ -96,11 +97,6 @@ MISTAKES = {
     "no block": ("with step:", "if True:", "exist only within `with step:`"),
     "exit": (STEP, "sys.exit(3)", "sys.exit(3) in the loop"),
     "iterated loader": ("step.batches()", "loader", "loop over `step.batches()` instead"),
-    "parameter without dimensions": (
-        SGD,
-        f"None; model.scale = nn.Parameter(torch.tensor(1.0)); optimizer = {SGD}",
-        "scale has no dimensions",
-    ),
     "unprepared model": (PREPARE, "run.prepare(optimizer, loader)", "pass run.prepare the model"),
     "LBFGS": (SGD, "torch.optim.LBFGS(model.parameters())", "LBFGS: its step needs a closure"),
     "Muon of vectors": (SGD, "torch.optim.Muon(model.parameters())", "only supports 2D"),

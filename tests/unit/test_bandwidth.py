@@ -9,7 +9,7 @@ from elastic.geometry.layout import Layout
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.topology import Place
 from elastic.geometry.training_job import Bandwidths, Capacity, Job
-from elastic.planner.step_cost import step_cost
+from elastic.planner.models.step_cost import step_cost
 
 TOPOLOGY = {
     "a": Place("n1", "r1"),

@@ -12,6 +12,7 @@ from users_policy import users_policy
 
 from elastic.duties import loss_monitor
 from elastic.duties.hang_recovery import hang_patience_s
+from elastic.geometry.training_job import Job
 from elastic.protocol.commands import DropCheckpoints, RollForward
 from elastic.protocol.duty_records import PartFile
 from elastic.protocol.events import (
@@ -20,6 +21,7 @@ from elastic.protocol.events import (
     PartWritten,
     Paused,
     Quiesced,
+    RolledForward,
     Saved,
     StepCommitted,
     WorkerDraining,
@@ -123,3 +125,40 @@ def test_pause_that_ends_in_waiting_is_not_measured_as_one_of_growth() -> None:
     run.deliver(Paused("w0", 1, 1))
     assert isinstance(run.core.state.phase, Waiting)
     assert run.core.state.growth.paused_at is None
+
+
+def test_checkpoint_of_a_step_that_survivors_did_not_begin_to_write_is_requested_again() -> None:
+    """w2 has written its part and died; w0 still writes, and w1 unwound before it began."""
+    run = SteppedCore(3, job=Job(8, steps=1000, checkpoint_every=3))
+    for step in (1, 2, 3):
+        run.commit(step)
+    checkpoints, generation = run.core.state.checkpoints, run.core.state.generation
+    assert [upload.step for upload in checkpoints.uploads.values()] == [3]
+    run.deliver(PartWritten("w2", generation, 3, PartFile("part-w2", 1, 1)))
+    run.deliver(WorkerLost("w2", "killed"), Quiesced("w0", generation, 3, saving_step=3))
+    assert checkpoints.uploads
+    run.deliver(Quiesced("w1", generation, 3))
+    assert not run.core.state.checkpoints.uploads
+    assert run.core.state.checkpoints.save_at == run.now
+
+
+def test_checkpoint_that_all_survivors_have_begun_to_write_is_kept() -> None:
+    run = SteppedCore(2, job=Job(8, steps=1000, checkpoint_every=1))
+    run.commit(1)
+    generation = run.core.state.generation
+    run.deliver(PartWritten("w1", generation, 1, PartFile("part-w1", 1, 1)))
+    run.deliver(WorkerLost("w1", "killed"), Quiesced("w0", generation, 1, saving_step=1))
+    assert [upload.pending for upload in run.core.state.checkpoints.uploads.values()] == [{"w0"}]
+
+
+def test_checkpoint_of_a_step_that_a_survivor_rolls_forward_to_is_requested_again() -> None:
+    run = SteppedCore(3, job=Job(8, steps=1000, checkpoint_every=1))
+    generation, vote = run.core.state.generation, Vote(1, 1.0, 1, 1.0, 3)
+    run.commit(1)
+    run.deliver(PartWritten("w2", generation, 1, PartFile("part-w2", 1, 1)))
+    run.deliver(WorkerLost("w2", "killed"), Quiesced("w0", generation, 1, vote, saving_step=1))
+    commands = run.deliver(Quiesced("w1", generation, 0, gradients_complete=True))
+    assert any(isinstance(command, RollForward) for command in commands)
+    run.deliver(RolledForward("w1", generation, record_of(1)))
+    assert not run.core.state.checkpoints.uploads
+    assert run.core.state.checkpoints.save_at == run.now

@@ -13,13 +13,14 @@ from typing import Any
 import pytest
 from written_runs import WrittenRun, append
 
-from elastic.protocol.commands import Resharded, Stopped
+from elastic.protocol.commands import Stopped
 from elastic.protocol.events import (
     Checkpointed,
     Evaluated,
     NodeDraining,
     WorkerDraining,
 )
+from elastic.protocol.notes import Resharded
 from pipelines.callbacks import Callback
 from pipelines.callbacks.callback_thread import CallbackThread, called_back
 from pipelines.callbacks.loading import load_callbacks

@@ -11,7 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.storage.remote_files import FileChanged, RemoteFile, remote_files, retry
+from actors.storage.errors import FileChanged
+from actors.storage.remote_files import RemoteFile, remote_files
+from actors.storage.storage import retry
 from pipelines.data.cache import LocalCopies
 from pipelines.data.corpus import find_corpus
 from pipelines.settings import CacheSettings

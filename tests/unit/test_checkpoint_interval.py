@@ -23,7 +23,6 @@ from elastic.protocol.commands import (
     PublishCheckpoint,
     RequestCheckpoint,
     StartWorkers,
-    Warned,
 )
 from elastic.protocol.controller_events import ControllerRestarted
 from elastic.protocol.events import (
@@ -42,6 +41,7 @@ from elastic.protocol.events import (
     WorkerLost,
     WorkerReady,
 )
+from elastic.protocol.notes import Warned
 from elastic.protocol.policy import Policy
 from elastic.protocol.votes import StepRecord, Vote
 

@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import errno
 import queue
+import threading
 import time
 from typing import Any
 
 import pytest
 from memory_storage import MemoryStorage
 
+from actors.controller import publisher
 from actors.controller.publisher import Publisher
 from actors.storage.checkpoint_files import MANIFEST, folder_of
 from actors.storage.lease import claim
-from elastic.protocol.commands import DropCheckpoints
+from elastic.protocol.commands import DropCheckpoints, PublishCheckpoint
 from elastic.protocol.controller_events import CheckpointsRemoved, ControllerRaised
-from elastic.protocol.events import Event
+from elastic.protocol.events import Checkpointed, Event, PartFailed, PartFile
 
 LATE_S = 30.0
 
@@ -93,3 +96,50 @@ def test_unremovable_checkpoint_does_not_block_the_removal_of_others(removals: R
     removals.drop(4)
     removals.publisher.close()
     assert removals.stored_steps() == {1}
+
+
+def publication(step: int, num_bytes: int = 7) -> PublishCheckpoint:
+    return PublishCheckpoint(step, 1, (PartFile("part-w0.safetensors", num_bytes, 0),))
+
+
+def test_publication_does_not_wait_for_queued_removals(removals: Removals) -> None:
+    """The removal of a thousand parts may take minutes; a run that ends waits for the manifest."""
+    removals.run.gate = gate = threading.Event()
+    removals.drop(1, 2, 3)
+    while not removals.run.num_removals:
+        time.sleep(0.001)
+    removals.publisher.order(publication(4))
+    gate.set()
+    assert isinstance(removals.next_event(), Checkpointed)
+    removed = removals.next_event()
+    assert isinstance(removed, CheckpointsRemoved)
+    assert set(removed.removed) == {(1, 1), (2, 1), (3, 1)}
+    assert removals.stored_steps() == {4}
+
+
+def test_refused_publication_is_retried(removals: Removals) -> None:
+    removals.run.refusals = [OSError("slow down"), OSError(errno.EIO, "Input/output error")]
+    removals.publisher.order(publication(4))
+    event = removals.next_event()
+    assert isinstance(event, Checkpointed) and event.step == 4
+
+
+@pytest.mark.parametrize(
+    ("refusal", "num_tries"), [(OSError(errno.ENOSPC, "full"), 1), (OSError("slow down"), 3)]
+)
+def test_publication_that_storage_goes_on_refusing_is_reported(
+    removals: Removals, refusal: OSError, num_tries: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(publisher, "PUBLISH_PATIENCE_S", 0.0)
+    removals.run.refusals = [refusal] * 9
+    removals.publisher.order(publication(4))
+    event = removals.next_event()
+    assert isinstance(event, PartFailed) and event.cause == str(refusal)
+    assert len(removals.run.refusals) == 9 - num_tries
+
+
+def test_missing_part_is_reported_at_once(removals: Removals) -> None:
+    removals.run.remove(f"{folder_of(4, 1)}/part-w0.safetensors")
+    removals.publisher.order(publication(4))
+    event = removals.next_event()
+    assert isinstance(event, PartFailed) and "is missing" in event.cause

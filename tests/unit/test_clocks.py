@@ -19,11 +19,12 @@ from elastic.controller.restart import on_restarted
 from elastic.duties.gang_backoff import return_deadline
 from elastic.duties.quarantine import quarantine_deadline
 from elastic.protocol import phases
-from elastic.protocol.commands import NodeQuarantined, NodeReleased, StopWorker
+from elastic.protocol.commands import StopWorker
 from elastic.protocol.controller_events import ControllerRestarted
 from elastic.protocol.controller_state import ControllerState
-from elastic.protocol.duty_state import Duty
+from elastic.protocol.duty_records import Duty
 from elastic.protocol.events import GroupFormed, StateReady, WorkerReady
+from elastic.protocol.notes import NodeQuarantined, NodeReleased
 from elastic.protocol.phases import Resharding, Waiting
 from pipelines.observe.history.membership import Membership
 
@@ -34,6 +35,7 @@ TIME = re.compile(
 STEPS = {"skipped_since"}
 """Fields of such a name that hold a step."""
 EXEMPT = {
+    "MarketDuty.opened_at": "the time by which a run is to be done does not wait for a controller",
     "StepDuty.boundary_at": "members pass step boundaries while the controller is away",
     "CatchUp.deadline": "a restarted controller requests the records again, with a new deadline",
     "Drain.deadline": "the end of a machine, which does not wait for the controller",

@@ -42,6 +42,8 @@ def test_each_gpu_type_prefers_spot_over_on_demand() -> None:
         on_demand = types[name.removesuffix("-spot")]
         assert kind["node_config"].pop("InstanceMarketOptions") == {"MarketType": "spot"}
         assert kind.pop("priority") > on_demand.pop("priority")
+        assert kind.pop("labels") == {"ray.io/market-type": "spot"}
+        assert on_demand.pop("labels") == {"ray.io/market-type": "on-demand"}
         assert kind == on_demand
         [accelerator] = [key for key in kind["resources"] if key.startswith(PREFIX)]
         assert f"{accelerator.removeprefix(PREFIX)}" in (DOCS / "cluster.md").read_text()

@@ -119,7 +119,7 @@ class ObedientFleet:
     def query_snapshot_servers(self, nodes: Sequence[str], generation: int) -> None:
         pass
 
-    def forget_snapshots(self, nodes: Sequence[str], generation: int) -> None:
+    def forget_snapshots(self, nodes: Sequence[str], generation: int, kept_generation: int) -> None:
         pass
 
     def probe(self, worker: str) -> Future[int]:

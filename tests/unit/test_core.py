@@ -17,7 +17,6 @@ from elastic.protocol.commands import (
     StartWorkers,
     Stopped,
     StopWorker,
-    Warned,
 )
 from elastic.protocol.events import (
     Event,
@@ -36,6 +35,7 @@ from elastic.protocol.events import (
     WorkerRaised,
     WorkerReady,
 )
+from elastic.protocol.notes import Warned
 from elastic.protocol.phases import Ending, Forming, Pausing, Running
 from elastic.protocol.votes import StepRecord, Vote
 from elastic.protocol.wire import command_line

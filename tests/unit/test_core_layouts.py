@@ -11,7 +11,7 @@ from elastic.controller.core import Core
 from elastic.geometry.model_limits import Limits
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Job
-from elastic.protocol.commands import Command, Form, LayoutAnswered, Pause, Resume
+from elastic.protocol.commands import Command, Form, Pause, Resume
 from elastic.protocol.events import (
     Event,
     GroupFormed,
@@ -26,6 +26,7 @@ from elastic.protocol.events import (
     WorkerLost,
     WorkerReady,
 )
+from elastic.protocol.notes import LayoutAnswered
 from elastic.protocol.phases import (
     Aborting,
     Forming,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -98,6 +99,32 @@ def test_build_shapes_keeps_tensors_outside_of_the_state() -> None:
     assert torch.equal(module.scale, torch.ones(4))
     assert module.last.weight is module.first.weight
     assert build_shapes(lambda: nn.Linear(2, 2), 0).weight.is_meta
+
+
+class Marked(nn.Module):
+    """A module that notes on its parameters which do not decay; it may read values when built."""
+
+    def __init__(self, reads: bool) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(2, 2), nn.Linear(2, 1)
+        self.first.bias.no_decay = self.last.weight.no_decay = True
+        self.scale = self.first.weight.sum().item() if reads else 1.0
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_optimizer_sees_what_the_model_has_noted_on_its_parameters(reads: bool) -> None:
+    def optimizer(named: Any) -> torch.optim.Optimizer:
+        groups = [
+            [shard for _, shard in named if getattr(shard, "no_decay", False) is wanted]
+            for wanted in (True, False)
+        ]
+        return torch.optim.SGD([{"params": group} for group in groups], lr=0.1)
+
+    workload = CustomWorkload(make_recipe(model=lambda: Marked(reads), optimizer=optimizer))
+    names = ["first.weight", "first.bias", "last.weight", "last.bias"]
+    shards = [(name, torch.full((1,), float(n))) for n, name in enumerate(names)]
+    groups = workload.optimizer_factory.build(shards).param_groups
+    assert [[int(shard) for shard in group["params"]] for group in groups] == [[1, 2], [0, 3]]
 
 
 def test_values_of_step_0_are_the_constructors_and_keep_the_global_generator() -> None:

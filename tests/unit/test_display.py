@@ -9,8 +9,8 @@ import pytest
 from rich.console import Console
 from written_runs import MIDNIGHT, WrittenRun
 
-from elastic.protocol.commands import LayoutAnswered, RolledBack, Waited, Warned
 from elastic.protocol.events import Audited
+from elastic.protocol.notes import LayoutAnswered, RolledBack, Waited, Warned
 from pipelines.observe.history.run_folder import Tail
 from pipelines.observe.view.display import Display, sparkline
 

@@ -54,7 +54,7 @@ NUM_OPTIONS = {
     "export": 5,
     "prepare": 3,
     "convert": 2,
-    "plan": 14,
+    "plan": 15,
     "simulate": 18,
     "doctor": 6,
 }

@@ -19,7 +19,6 @@ from elastic.protocol.commands import (
     StartSnapshots,
     StartWorkers,
     StopWorker,
-    Warned,
 )
 from elastic.protocol.events import (
     Event,
@@ -37,6 +36,7 @@ from elastic.protocol.events import (
     WorkerLost,
     WorkerReady,
 )
+from elastic.protocol.notes import Warned
 from elastic.protocol.phases import Aborting, Forming, Pausing, Running, Waiting
 from elastic.protocol.snapshot_events import SnapshotServerReady
 from elastic.protocol.votes import StepRecord, Vote
@@ -62,12 +62,14 @@ def form_group(core: Core, now: float) -> None:
     deliver(core, *(StateReady(w, generation, 0, 0, 0.0, 1, 1, 1) for w in participants), now=now)
 
 
-def make_training_core(nodes: str, layout: str = "", min_workers: int = 1, **policy: int) -> Core:
+def make_training_core(
+    nodes: str, layout: str = "", min_workers: int = 1, batch: int = 12, **policy: int
+) -> Core:
     """One worker per letter, on the node of that name; step 1 has committed at START. A notice
     requests no checkpoint."""
     core, num_workers = Core(), len(nodes)
     run_policy = users_policy(min_workers, num_workers, **{"checkpoint_auto": False, **policy})
-    job = Job(12, steps=1000)
+    job = Job(batch, steps=1000)
     deliver(
         core,
         RunOpened(1, run_policy, TargetLayout.parse(layout, num_workers), job),
@@ -130,7 +132,7 @@ def test_drain_waits_for_a_step_boundary_that_is_near() -> None:
 
 def test_drain_waits_for_a_step_boundary_if_no_step_was_timed() -> None:
     core = make_training_core("aabb")
-    core.state.steps.recent_step_s.clear()
+    core.state.steps.measured.recent_s.clear()
     assert select(Pause, drain_node(core, "b", 3.0))
 
 

@@ -9,7 +9,7 @@ from actors.worker.error_kinds import kind_of, wanted_of
 from elastic.geometry.layout import Layout
 from elastic.geometry.training_job import Job
 from elastic.planner.fitting_layouts import Shortage, advice, fitting_layout
-from elastic.planner.memory_model import worker_bytes
+from elastic.planner.models.memory_model import worker_bytes
 
 JOB = Job(num_microbatches=16, state_bytes=1200, param_bytes=400, margin=1.0)
 """400 bytes of parameters, as many of gradients, 800 of moments."""

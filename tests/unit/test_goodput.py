@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 from written_runs import WrittenRun
 
-from elastic.protocol.commands import Abort, Pause, Waited
+from elastic.protocol.commands import Abort, Pause
 from elastic.protocol.events import NodeDraining, Paused, Quiesced, RolledForward, WorkerReady
+from elastic.protocol.notes import Waited
 from elastic.protocol.votes import StepRecord
 from pipelines.observe.history.goodput import TimeSplit
 from pipelines.observe.history.history import read_history

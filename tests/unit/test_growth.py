@@ -10,7 +10,7 @@ from test_core import open_run, ready_event
 from elastic.controller.core import Core
 from elastic.duties.gang_backoff import return_deadline
 from elastic.geometry.training_job import Job
-from elastic.protocol.commands import Command, StartWorkers, StopWorker, Waited
+from elastic.protocol.commands import Command, StartWorkers, StopWorker
 from elastic.protocol.events import (
     Event,
     GroupFormed,
@@ -21,6 +21,7 @@ from elastic.protocol.events import (
     Woke,
     WorkerLost,
 )
+from elastic.protocol.notes import Waited
 from elastic.protocol.phases import Forming, Pausing, Resharding, Running, Waiting
 from elastic.protocol.votes import StepRecord, Vote
 

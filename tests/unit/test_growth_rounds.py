@@ -6,11 +6,11 @@ from test_core import ready_event
 from test_growth import SteppedRun
 from users_policy import users_policy
 
+from elastic.controller.capacity.next_assignment import reshard_timeout_s
 from elastic.controller.core import Core
-from elastic.controller.next_assignment import reshard_timeout_s
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Job
-from elastic.protocol.commands import Command, Form, Waited
+from elastic.protocol.commands import Command, Form
 from elastic.protocol.events import (
     Event,
     GroupFormed,
@@ -20,6 +20,7 @@ from elastic.protocol.events import (
     StoreReady,
     WorkerLost,
 )
+from elastic.protocol.notes import Waited
 from elastic.protocol.phases import Aborting, Forming, Resharding, Running, Waiting
 
 NUM_WORKERS = 100

@@ -18,7 +18,7 @@ from test_quarantine import (
 from elastic.geometry.machine_report import MachineReport
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Job
-from elastic.protocol.commands import Command, NodeQuarantined, StartWorkers, StopWorker, Warned
+from elastic.protocol.commands import Command, StartWorkers, StopWorker
 from elastic.protocol.events import (
     GroupFormed,
     StateReady,
@@ -27,6 +27,7 @@ from elastic.protocol.events import (
     WorkerRaised,
     WorkerReady,
 )
+from elastic.protocol.notes import NodeQuarantined, Warned
 from elastic.protocol.phases import Forming, Pausing, Running, Waiting
 
 HEALTHY = MachineReport(0.01, "kind")

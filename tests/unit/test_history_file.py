@@ -10,9 +10,10 @@ from long_runs import LongRun, opening, step_of
 from written_runs import WrittenRun
 
 from actors.storage.storage import DiskStorage
-from elastic.protocol.commands import Resume, RolledBack
+from elastic.protocol.commands import Resume
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import Checkpointed, Evaluated
+from elastic.protocol.notes import RolledBack
 from elastic.protocol.wire import command_line, encode, event_line
 from pipelines.observe.history.goodput import MAX_READINGS, MAX_SPANS
 from pipelines.observe.history.history import History

@@ -327,7 +327,7 @@ def test_snapshot_and_checkpoint_part_share_the_ring(
         while not snapshot._has_begun:
             time.sleep(0.001)
         snapshot.await_copied()
-        assert part.hold_changes(TIMEOUT_S)
+        assert part.host_copy.hold_changes(TIMEOUT_S)
         apply_on(engine, tensors)
         assert copies[0].result(TIMEOUT_S)
         copies[1].result(TIMEOUT_S)

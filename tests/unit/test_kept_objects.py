@@ -29,6 +29,21 @@ class Average:
         self.state = state
 
 
+class Metric(nn.Module):
+    """As one of torchmetrics: its values are not persistent."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("total", torch.zeros(()), persistent=False)
+
+
+def test_object_without_values_is_refused() -> None:
+    for item, name in ((Metric(), "Metric"), ({}, "dict")):
+        message = f"the state of {name} has no tensor or number, so nothing would be kept"
+        with pytest.raises(LoopMisused, match=message):
+            kept_of(torch.zeros(2), item)
+
+
 def kept_of(*items: Any) -> KeptObjects:
     kept = KeptObjects()
     for item in items:

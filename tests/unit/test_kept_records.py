@@ -41,7 +41,7 @@ def test_report_has_all_missing_records_or_none_if_they_are_too_many(
     reported = records.for_report(known_step)
     steps = range(known_step + 1, known_step + 1 + num_reported)
     assert reported == tuple(make_record(step) for step in steps)
-    report = quiesced("w0", 1, None, NEWEST_STEP, reported)
+    report = quiesced("w0", 1, None, NEWEST_STEP, reported, saving_step=0)
     assert (report.committed_step, report.records) == (NEWEST_STEP, reported)
 
 

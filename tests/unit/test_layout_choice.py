@@ -13,8 +13,8 @@ from elastic.geometry.model_limits import Limits
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Bandwidths, Capacity, Job
 from elastic.planner.layout_choice import LayoutChoice, plan_layout
-from elastic.planner.memory_model import least_fitting, worker_bytes
-from elastic.planner.step_cost import costliest_share, step_cost
+from elastic.planner.models.memory_model import least_fitting, worker_bytes
+from elastic.planner.models.step_cost import costliest_share, step_cost
 
 JOB = Job(num_microbatches=8)
 TRANSFORMER = Limits(tp_divides=4, num_layers=6, seq_len=64, num_experts=1)

@@ -13,7 +13,7 @@ from elastic.geometry.training_job import Capacity, Job, MemoryFacts, PassMemory
 from elastic.planner.devices import named_device
 from elastic.planner.layout_choice import LayoutChoice, plan_layout
 from elastic.planner.layout_ranking import Workplace, rank_layouts
-from elastic.planner.worker_memory import worker_memory
+from elastic.planner.models.worker_memory import worker_memory
 
 NUM_PARAMS = 7_000_000_000
 BLOCKS = 32

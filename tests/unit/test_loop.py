@@ -94,6 +94,26 @@ def test_step_returns_the_loss_sums_of_its_body() -> None:
     assert weight.grad is not None and weight.grad.tolist() == [4.0, 6.0]
 
 
+def test_microbatch_says_how_many_samples_count() -> None:
+    seen: list[int] = []
+
+    def script(run: Run) -> None:
+        declare(run)
+        for step in run.steps(3):
+            with step:
+                for points in step.batches():
+                    step.backward(points.sum() * torch.ones((), requires_grad=True))
+                    seen.append(step.num_samples)
+                if step.number == 2:
+                    step.num_samples  # noqa: B018
+
+    loop = Loop(script, 0)
+    take(loop)
+    assert seen == [2, 0], "the second one is padding"
+    with pytest.raises(LoopMisused, match=r"step 2: `step.num_samples` is of a microbatch"):
+        take(loop, 2)
+
+
 def test_code_after_the_block_sees_whether_the_step_committed() -> None:
     observed_commits = []
 

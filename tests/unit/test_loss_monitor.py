@@ -9,7 +9,7 @@ from elastic.controller.core import Core
 from elastic.duties.rollback import void_after
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Job
-from elastic.protocol.commands import Command, Resume, RolledBack, Warned
+from elastic.protocol.commands import Command, Resume
 from elastic.protocol.duty_records import SnapshotSet, VoidedCheckpoints
 from elastic.protocol.events import (
     Audited,
@@ -24,6 +24,7 @@ from elastic.protocol.events import (
     StoreReady,
     WorkerReady,
 )
+from elastic.protocol.notes import RolledBack, Warned
 from elastic.protocol.policy import Policy
 from elastic.protocol.votes import StepRecord, Vote
 from elastic.reshard.snapshot_placement import Placement

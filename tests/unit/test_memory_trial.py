@@ -6,11 +6,12 @@ import gc
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from pipelines.run.program import make_workload
 from pipelines.run.recipes import tiny
 from pipelines.settings import DataSettings, TrainSettings
+from pipelines.training.replica.gpu_memory import KeptAsOnGpu
 from pipelines.training.replica.memory_trial import LiveBytes, pass_memory_of
 from pipelines.training.workload.parallel_groups import ALONE
 from pipelines.training.workload.workload import PADDING
@@ -70,3 +71,40 @@ def test_live_bytes_fall_when_tensors_are_freed() -> None:
         del second
     gc.collect()
     assert (live.now, live.peak) == (0, 8000)
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.dropout = nn.RMSNorm(32), nn.Dropout(0.1)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.dropout(self.norm(hidden))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_kernels_of_gpus_keep_the_input_of_a_norm_and_a_mask_of_bytes(dtype: torch.dtype) -> None:
+    module, hidden = Normed().to(dtype), torch.ones(64, 32, dtype=dtype, requires_grad=True)
+    live = LiveBytes([hidden, *module.parameters()])
+    with live, KeptAsOnGpu():
+        output = module(hidden)
+        rows, mask = 4 * len(hidden), hidden.numel()
+        assert live.now == output.nbytes + rows + mask
+        output.sum().backward()
+    assert hidden.grad is not None and hidden.grad.shape == hidden.shape
+    assert module.norm.weight.grad is not None and module.norm.weight.grad.dtype == dtype
+
+
+def test_a_dropout_that_drops_nothing_keeps_nothing_on_a_gpu() -> None:
+    module, hidden = Normed().eval(), torch.ones(64, 32, requires_grad=True)
+    live = LiveBytes([hidden, *module.parameters()])
+    with live, KeptAsOnGpu():
+        output = module(hidden)
+    assert live.now == output.nbytes + 4 * len(hidden)
+
+
+def test_a_trial_for_a_gpu_keeps_less() -> None:
+    bfloat16 = SETTINGS.model_copy(update={"dtype": "bfloat16"})
+    on_cpu = pass_memory_of(make_workload(bfloat16), bfloat16)
+    on_gpu = pass_memory_of(make_workload(bfloat16), bfloat16, on_gpu=True)
+    assert 0.5 * on_cpu.blocks_bytes < on_gpu.blocks_bytes < 0.9 * on_cpu.blocks_bytes

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 from written_runs import WrittenRun
 
-from elastic.protocol.commands import Waited
+from elastic.protocol.notes import Waited
 from pipelines.errors import UserError
 from pipelines.observe.history.history import read_history
 from pipelines.observe.sidecar.notify import MAX_TRIES, Notifier, check_url

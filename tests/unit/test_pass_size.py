@@ -157,6 +157,29 @@ def test_rounds_hold_each_microbatch_once(num_merged: int, num_ranks: int) -> No
     assert sorted(flat) == list(range(NUM_MICROBATCHES))
 
 
+@pytest.mark.parametrize("num_merged", [1, 3, 7])
+def test_rounds_of_unequal_shares_hold_each_microbatch_once(num_merged: int) -> None:
+    shares = (7, 3, 1, 1)
+    of_ranks = [
+        DataShard(rank, 4, shares).rounds(NUM_MICROBATCHES, lambda least: least, num_merged)
+        for rank in range(4)
+    ]
+    assert {len(rounds) for rounds in of_ranks} == {-(-7 // num_merged)}
+    assert [sum(map(len, rounds)) for rounds in of_ranks] == list(shares)
+    flat = [number for rounds in of_ranks for own in rounds for number in own]
+    assert flat == list(range(NUM_MICROBATCHES))
+
+
+def test_pass_may_have_as_many_microbatches_as_the_largest_share(groups: Groups) -> None:
+    assignment = replace(groups.assignment, layout=Layout(dp=2), members=("w0", "w1"))
+    for shares, most in (((), 6), ((9, 3), 9)):
+        dealt = replace(assignment, shares=shares)
+        two = type(groups)(dealt, 0, CPU, groups.world, groups.mesh)
+        size = PassSize(Mergeable(), SETTINGS, two, PassObservations())
+        observe(size)
+        assert size.agree() == most
+
+
 def test_layout_with_stages_keeps_single_microbatches(groups: Groups) -> None:
     piped = replace(groups.assignment, layout=Layout(pp=2), members=("w0", "w1"))
     size = PassSize(

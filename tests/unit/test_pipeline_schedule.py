@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from elastic.planner.pipeline_schedule import Pipeline, actions_of, pipeline_seconds
+from elastic.planner.models.pipeline_schedule import Pipeline, actions_of, pipeline_seconds
 
 
 def pipeline(schedule: str = "1f1b", pp: int = 4, vp: int = 1) -> Pipeline:

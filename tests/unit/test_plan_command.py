@@ -3,27 +3,18 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
-
-from pipelines.cli import main
+from in_process_command import RunCommand, in_process
 
 CUSTOM = str(Path(__file__).parents[2] / "examples" / "custom_model.py")
 
 
 @pytest.fixture
-def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
-    def run_command(*arguments: str) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["elastic", "plan", *arguments])
-        with pytest.raises(SystemExit) as exited:
-            main()
-        out, err = capsys.readouterr()
-        return int(exited.value.code or 0), out, err
-
-    return run_command
+def plan(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> RunCommand:
+    return in_process("plan", monkeypatch, capsys)
 
 
 def plans(text: str) -> list[dict[str, Any]]:

@@ -10,7 +10,7 @@ from test_loop import MODULE, make_loader, take
 from torch import Tensor, nn
 from torch.optim import SGD
 from torch.optim.lr_scheduler import LambdaLR
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from pipelines.loop import Run
 from pipelines.loop.loop import Loop
@@ -31,6 +31,12 @@ def scheduled_optimizer() -> SGD:
     return optimizer
 
 
+def hooked_optimizer(kind: str) -> SGD:
+    optimizer = SGD(MODEL.parameters(), lr=0.1)
+    getattr(optimizer, f"register_step_{kind}_hook")(lambda *arguments: None)
+    return optimizer
+
+
 @pytest.mark.parametrize(
     ("objects", "message"),
     [
@@ -46,6 +52,8 @@ def scheduled_optimizer() -> SGD:
             "another optimizer",
         ),
         ((MODEL, scheduled_optimizer(), make_loader()), "has a learning-rate scheduler; pass it"),
+        ((MODEL, hooked_optimizer("pre"), make_loader()), "has a hook on its step, which the run"),
+        ((MODEL, hooked_optimizer("post"), make_loader()), "has a hook on its step, which the run"),
     ],
 )
 def test_objects_that_cannot_be_elastic_are_refused_in_one_line(
@@ -99,7 +107,7 @@ def test_prepared_model_has_its_parameters_until_the_loop_starts() -> None:
         for step in run.steps(3):
             with step:
                 for points in step.batches():
-                    for call in (model.state_dict, model.parameters, model.eval):
+                    for call in (model.state_dict, model.parameters):
                         with pytest.raises(LoopMisused) as raised:
                             list(call())
                         messages.append(str(raised.value))
@@ -112,7 +120,7 @@ def test_prepared_model_has_its_parameters_until_the_loop_starts() -> None:
     take(loop)
     take(loop, 2)
     assert MODULE.weight.grad is not None
-    assert len(set(messages)) == 3 and "run.evaluation" in messages[2]
+    assert len(set(messages)) == 2 and all("sharded over the workers" in m for m in messages)
 
 
 def test_prepared_model_is_its_part_within_a_step() -> None:
@@ -149,6 +157,28 @@ def test_prepared_model_is_its_part_within_a_step() -> None:
         assert loop.request is None, "`train` and `zero_grad` need no weights"
     assert seen == [(True, 1), (True, 2), (True, 3), (True, 4)]
     assert part.layer.weight.grad is not None
+
+
+def test_loader_has_the_attributes_of_the_scripts_own() -> None:
+    """As in every script for DistributedDataParallel."""
+    seen = []
+
+    def script(run: Run) -> None:
+        model = nn.Linear(2, 1)
+        data = TensorDataset(torch.randn(10, 2))
+        sampler = DistributedSampler(data, num_replicas=1, rank=0)
+        loader = DataLoader(data, batch_size=2, sampler=sampler)
+        optimizer = SGD(model.parameters(), lr=0.1)
+        model, _, loader = run.prepare(model, optimizer, loader)
+        for step in run.steps(3):
+            loader.sampler.set_epoch(step.epoch)
+            seen.append((loader.batch_size, len(loader.dataset), hasattr(loader, "nothing")))
+            with step:
+                for points in step.batches():
+                    step.backward(model(points).mean())
+
+    take(Loop(script, 0))
+    assert set(seen) == {(2, 10, False)}
 
 
 def test_part_of_the_model_between_two_steps_has_the_trained_values() -> None:

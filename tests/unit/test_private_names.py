@@ -15,6 +15,7 @@ from actors.distributed.torch_names import (
     ALTERNATIVES,
     MODULE_NAMES,
     NAMES,
+    OPTIMIZER_NAMES,
     PROVEN,
     missing_names,
     refuse_unknown_torch,
@@ -145,7 +146,7 @@ def required_names(library: str) -> set[str]:
 
 CHECKED = {part for owner in NAMES for part in owner.split(".")}
 CHECKED |= {part for row in ALTERNATIVES for path in row for part in path.split(".")}
-CHECKED |= {name for names in (*NAMES.values(), MODULE_NAMES) for name in names}
+CHECKED |= {name for names in (*NAMES.values(), MODULE_NAMES, OPTIMIZER_NAMES) for name in names}
 FALLBACKS = {
     "_clear_sharding_prop_cache",  # if the fast path is missing
     "_fsdp_param_group",  # if `_fsdp_param_groups` is missing

@@ -7,15 +7,7 @@ from test_growth import SteppedRun
 
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Job
-from elastic.protocol.commands import (
-    Command,
-    NodeQuarantined,
-    NodeReleased,
-    StartWorkers,
-    Stopped,
-    StopWorker,
-    Waited,
-)
+from elastic.protocol.commands import Command, StartWorkers, Stopped, StopWorker
 from elastic.protocol.events import (
     NodeDraining,
     Quiesced,
@@ -25,6 +17,7 @@ from elastic.protocol.events import (
     WorkerRaised,
     WorkerReady,
 )
+from elastic.protocol.notes import NodeQuarantined, NodeReleased, Waited
 from elastic.protocol.phases import Forming, Running, Waiting
 from elastic.protocol.wire import decode, encode
 

@@ -11,8 +11,8 @@ import yaml
 from written_runs import WrittenRun
 
 from actors.ray_backend.metrics import Metric
-from elastic.protocol.commands import Waited
 from elastic.protocol.events import Checkpointed
+from elastic.protocol.notes import Waited
 from pipelines.observe.history.history import read_history
 from pipelines.observe.sidecar.run_metrics import metrics_of
 

@@ -6,8 +6,8 @@ from elastic.geometry.assignment import Assignment
 from elastic.geometry.layout import Layout
 from elastic.protocol.commands import Abort, Form, RequestCheckpoint, StartSnapshots
 from elastic.protocol.events import GroupFormed, PartFile, PartWritten, StepCommitted, WorkerReady
-from elastic.protocol.reattachment import Intake, Outbox
 from elastic.protocol.votes import StepRecord, Vote
+from elastic.replay.reattachment import Intake, Outbox
 from elastic.reshard.reshard_plan import ReshardPlan
 
 READY = WorkerReady("w0", "n0", 1)

@@ -14,7 +14,7 @@ from written_runs import WrittenRun, append
 
 from actors.storage.line_logs import LineLog
 from actors.storage.storage import DiskStorage
-from elastic.protocol.commands import NodeQuarantined, NodeReleased, Replaced, StopWorker
+from elastic.protocol.commands import StopWorker
 from elastic.protocol.events import (
     Checkpointed,
     ComputeTimed,
@@ -22,6 +22,7 @@ from elastic.protocol.events import (
     NodeDraining,
     WorkerDraining,
 )
+from elastic.protocol.notes import NodeQuarantined, NodeReleased, Replaced
 from pipelines.observe.history.formatting import duration, quantity, shortened
 from pipelines.observe.history.history import History, read_history
 from pipelines.observe.history.progress import Curve

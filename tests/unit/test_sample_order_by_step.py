@@ -95,6 +95,9 @@ def test_seeds_of_microbatches_differ():
         lambda: batch_ids(0, 4),
         lambda: batch_ids(1, 0),
         lambda: deal(0, 1),
+        lambda: deal(4, 2, (4,)),
+        lambda: deal(4, 2, (2, 1)),
+        lambda: deal(4, 2, (5, -1)),
         lambda: num_rounds(1, 0),
     ],
 )

@@ -10,12 +10,21 @@ import torch
 
 from elastic.protocol.events import StepCommitted
 from elastic.protocol.step_records import RecordRing
-from elastic.protocol.votes import StepRecord, Vote
+from elastic.protocol.votes import SPLIT, StepRecord, Vote
 from elastic.protocol.wire import metrics_row, steps_line, steps_of
 from pipelines.loop.prepared.errors import LoopMisused
-from pipelines.loop.reports import Reported, ReportSums
+from pipelines.loop.reports import RESERVED, Reported, ReportSums
+from pipelines.observe.history.goodput import Reading, TimeSplit
+from pipelines.observe.history.membership import Membership
 from pipelines.observe.history.progress import RunProgress
-from pipelines.observe.tracking.rows import step_metrics
+from pipelines.observe.history.run_events import RunEvent
+from pipelines.observe.history.step_time import Device
+from pipelines.observe.tracking.rows import (
+    COUNTED,
+    event_metrics,
+    reading_metrics,
+    step_metrics,
+)
 
 RECORD = StepRecord(5.0, 3, 1, 2, 1.0, 8, 0.1, 1.0, 0.5, False, reported={"accuracy": 0.25})
 
@@ -40,6 +49,7 @@ def test_padding_samples_do_not_count() -> None:
     ("name", "value", "message"),
     [
         ("loss", 1.0, "the run logs loss; use another name"),
+        ("eval_loss", 1.0, "the run logs eval_loss; use another name"),
         ("logits", torch.zeros(3), r"tensor of shape \(3,\)\): pass one number, or a pair"),
         ("label", "cat", r"step.report\(label=str\): pass one number"),
         ("triple", (1, 2, 3), r"step.report\(triple=tuple\): pass one number"),
@@ -48,6 +58,20 @@ def test_padding_samples_do_not_count() -> None:
 def test_anything_else_is_refused(name: str, value: object, message: str) -> None:
     with pytest.raises(LoopMisused, match=message):
         Reported().add(name, value, 1.0)
+
+
+def test_names_of_the_run_s_metrics_are_reserved() -> None:
+    row = metrics_row(replace(RECORD, reported={}, **dict.fromkeys(SPLIT, 0.1)))
+    membership = Membership()
+    for kind in ("resumed", "evaluated", *COUNTED):
+        membership.run_events.append(RunEvent(1.0, kind, 3, 1, 2, "", value=0.5))
+    metrics = [
+        *step_metrics(row, "samples", Device("", 1e9, 1e12)),
+        *event_metrics(membership, 0),
+        *reading_metrics(Reading(1.0, 3, TimeSplit(1.0, 1.0, 1.0, 1.0), 2.0)),
+    ]
+    names = {metric.key for metric in metrics if metric.key.isidentifier()}
+    assert names <= RESERVED and len(names) > 20
 
 
 def test_sums_give_quotients_and_begin_again_with_each_step() -> None:

@@ -184,7 +184,7 @@ def test_every_setting_of_the_policy_reaches_it() -> None:
         if not issubclass(entry.group, POLICY_GROUPS):
             continue
         default = entry.field.default
-        others = {"copy": "xor:3", "auto": "7min", "0.25": "0.9", "False": "true"}
+        others = {"copy": "xor:3", "auto": "7min", "0.25": "0.9", "False": "true", "True": "false"}
         value = others.get(str(default), "9")
         changed = policy_of(override(TrainSettings(), [f"{entry.name}={value}"]), 1, 2, "run")
         before, after = asdict(plain), asdict(changed)

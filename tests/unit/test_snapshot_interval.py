@@ -8,6 +8,7 @@ from users_policy import users_options
 
 from actors.snapshots.snapshot_cost import MIN_SNAPSHOTS, SnapshotCost
 from elastic.protocol.commands import StartSnapshots
+from elastic.protocol.notes import Warned
 from elastic.protocol.snapshot_events import SnapshotServerLost, SnapshotServerReady, SnapshotTimed
 from elastic.reshard.snapshot_interval import AUTO_EVERY, MAX_EVERY, interval_for
 from elastic.reshard.snapshot_placement import SnapshotServer
@@ -36,6 +37,29 @@ def test_interval_is_the_least_power_of_two_that_the_cost_allows(
     share: float, every: int, expected: int
 ) -> None:
     assert interval_for(share, every) == expected
+
+
+@pytest.mark.parametrize(
+    ("num_steps", "every", "setting", "expected"),
+    [
+        (0.0, 1, 1, 1),
+        (3.1, 1, 1, 4),
+        (3.3, 1, 1, 8),  # with headroom
+        (3.1, 3, 3, 6),  # a multiple of the setting
+        (2.0, 3, 3, 3),
+        (3.1, 4, 1, 4),
+        (3.1, 8, 1, 8),  # 4 would do, but not with a margin
+        (2.0, 8, 1, 4),
+        (0.0, 8, 1, 1),
+        (1e9, 3, 3, 3 * MAX_EVERY),
+        (3.1, 1, AUTO_EVERY, 4),
+        (0.0, 1, AUTO_EVERY, 2),  # by the share
+    ],
+)
+def test_interval_is_long_enough_for_a_copy(
+    num_steps: float, every: int, setting: int, expected: int
+) -> None:
+    assert interval_for(0.02, every, num_steps, setting) == expected
 
 
 @pytest.mark.parametrize("every", [1, 4, 64])
@@ -78,6 +102,19 @@ def test_cost_is_relative_to_a_step_without_snapshot(every: int) -> None:
     assert cost.share == pytest.approx(0.5)
     cost.forget_snapshots()
     assert cost.share is None
+
+
+def test_copy_takes_steps_only_if_a_vote_cannot_wait_for_it() -> None:
+    clock = Clock()
+    cost = SnapshotCost(clock)
+    run_steps(cost, clock, 5, every=9, added_s=0.5)
+    cost.note_copied(60.0)
+    assert cost.num_steps(5.0) is None, "the first copy touches new memory"
+    cost.note_copied(6.0)
+    assert cost.num_steps(5.0) == 0.0
+    assert cost.num_steps(4.0) == pytest.approx(6.0)
+    cost.forget_snapshots()
+    assert cost.num_steps(5.0) is None
 
 
 def test_setting_auto_reaches_policy_and_workers() -> None:
@@ -125,3 +162,20 @@ def test_fixed_interval_ignores_costs() -> None:
     assert first.every == 0
     timed = SnapshotTimed(core.state.live.members()[0], core.state.generation, 0.5)
     assert not select(StartSnapshots, deliver(core, timed, now=START))
+
+
+def test_slow_copies_lengthen_a_fixed_interval_with_a_warning() -> None:
+    core = make_training_core("abc", layout="fsdp=3", min_workers=3, snapshot_every=3)
+    [first] = select(StartSnapshots, deliver(core, *ready_servers(*"abc"), now=START))
+    workers, generation = core.state.live.members(), core.state.generation
+    slow = deliver(core, SnapshotTimed(workers[1], generation, 0.5, 10.0), now=START)
+    [longer], [warning] = select(StartSnapshots, slow), select(Warned, slow)
+    assert longer.every == 24 and longer.num_changes != first.num_changes
+    assert warning.kind == "snapshot"
+    assert warning.text == (
+        f"a snapshot of {workers[1]} takes 10.0 steps: snapshots are taken every 24 steps, not "
+        "every 3 as snapshot.every says"
+    )
+    faster = deliver(core, SnapshotTimed(workers[1], generation, 0.5, 0.0), now=START)
+    [shorter] = select(StartSnapshots, faster)
+    assert shorter.every == 0 and not select(Warned, faster)

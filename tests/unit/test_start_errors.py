@@ -7,6 +7,7 @@ and its state is saved if there is any. The controller waits for storage that do
 from __future__ import annotations
 
 from collections.abc import Callable
+from math import inf
 from pathlib import Path
 
 import pytest
@@ -20,7 +21,7 @@ from broken_shell import (
     saved_steps,
 )
 
-from actors.controller.start_guard import StartGuard
+from actors.controller.start_guard import STORAGE_PATIENCE_S, StartGuard
 from actors.storage.errors import LeaseLost, RunRefused
 from elastic.protocol.commands import Command, Stopped
 from elastic.protocol.controller_events import ControllerRaised, ControllerRecovered
@@ -114,6 +115,18 @@ def test_permanently_unreachable_storage_refuses_the_run_in_one_line() -> None:
         guard.attempt("metrics", read)
     assert len(tries) > 1 and "no route to host" in tries[-1]
     assert not guard.events
+
+
+def test_controller_of_a_detached_run_waits_for_storage_without_limit() -> None:
+    waited_s: list[float] = []
+    guard = StartGuard("run", inf, set(), waited_s.append, lambda: sum(waited_s))
+
+    def read() -> None:
+        if sum(waited_s) < 20 * STORAGE_PATIENCE_S:
+            raise ConnectionError("no route to host")
+
+    assert guard.attempt("metrics", read)
+    assert not guard.events and not guard.trouble
 
 
 def test_lease_lost_at_the_start_is_not_retried() -> None:

@@ -15,8 +15,9 @@ import pytest
 from written_runs import MIDNIGHT, WrittenRun
 
 from actors.storage.storage import DiskStorage
-from elastic.protocol.commands import NodeQuarantined, StartWorkers, Waited
+from elastic.protocol.commands import StartWorkers
 from elastic.protocol.events import Checkpointed, ComputeTimed, WorkerRaised
+from elastic.protocol.notes import NodeQuarantined, Waited
 from pipelines.cli import main
 from pipelines.errors import UserError
 from pipelines.observe.history.history import read_history

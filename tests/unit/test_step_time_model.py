@@ -19,8 +19,8 @@ from elastic.geometry.training_job import (
     TimeFacts,
     Traffic,
 )
-from elastic.planner.collective_times import Links, overlapped
-from elastic.planner.step_cost import StepParts, step_parts
+from elastic.planner.models.collective_times import Links, overlapped
+from elastic.planner.models.step_cost import StepParts, step_parts
 
 PLAIN = StepTrial(step_s=0.5, pass_s=0.25, microbatch_s=1.0)
 SHARDED = StepTrial(zero=3, step_s=0.75, pass_s=1.25, microbatch_s=1.0)

@@ -11,12 +11,13 @@ from elastic.controller.stragglers import slowness
 from elastic.geometry.layout import Layout
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Job
-from elastic.protocol.commands import Command, Form, Pause, Replaced, StopWorker, Warned
+from elastic.protocol.commands import Command, Form, Pause, StopWorker
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.events import ComputeTimed, NodeDraining
+from elastic.protocol.notes import Replaced, Warned
 from elastic.protocol.wire import decode, encode
 
-POLICY = {"straggler_every": 5}
+POLICY = {"straggler_every": 5, "straggler_reduce": False}
 
 
 def make_training_run(num_workers: int, num_members: int, **policy: float) -> SteppedRun:

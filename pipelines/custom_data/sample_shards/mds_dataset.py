@@ -15,8 +15,8 @@ from typing import Any, BinaryIO
 import pyarrow as pa
 
 from actors.storage.credentials import without_credentials
-from actors.storage.remote_files import remote_files, retry
-from actors.storage.storage import is_remote
+from actors.storage.remote_files import remote_files
+from actors.storage.storage import is_remote, retry
 from pipelines.custom_data.sample_shards.field_decoders import undecodable
 from pipelines.custom_data.sample_shards.mds_encodings import PICKLE, Decode, decoder_of
 from pipelines.custom_data.sample_shards.mds_index import (

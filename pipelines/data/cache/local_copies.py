@@ -12,7 +12,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import BinaryIO
 
-from actors.storage.remote_files import RemoteFile, retry
+from actors.storage.remote_files import RemoteFile
+from actors.storage.storage import retry
 from pipelines.data.cache.shard_cache import CacheKey, HeldFile, ShardCache
 from pipelines.settings import CacheSettings
 from pipelines.settings.home import expand_home

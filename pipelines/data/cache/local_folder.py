@@ -10,8 +10,8 @@ from hashlib import sha256
 from pathlib import Path
 
 from actors.storage.credentials import without_credentials
-from actors.storage.remote_files import RemoteFile, remote_files, retry
-from actors.storage.storage import is_remote
+from actors.storage.remote_files import RemoteFile, remote_files
+from actors.storage.storage import is_remote, retry
 from pipelines.data.cache.local_copies import cache_folder, write_file
 from pipelines.data.cache.shard_cache import DRAFT, ShardCache, lock, mark_used
 from pipelines.errors import DataUnreachable

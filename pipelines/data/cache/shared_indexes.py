@@ -10,7 +10,7 @@ from typing import BinaryIO, Literal, NamedTuple
 
 from pydantic import BaseModel, Field, NonNegativeInt
 
-from actors.storage.remote_files import FileChanged
+from actors.storage.errors import FileChanged
 from actors.storage.storage import open_storage
 from pipelines.data.cache.local_copies import LocalCopies
 from pipelines.errors import DataUnreachable

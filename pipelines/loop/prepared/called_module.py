@@ -8,6 +8,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pipelines.loop.modules.shared_attributes import SharedAttributes
 from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.prepared.script_moment import Moment, ScriptMoment
 from pipelines.training.models.joined_model import prefix_of, roots_of
@@ -26,8 +27,7 @@ class CalledModule:
         self.at = at
         self.part: nn.Module | None = None
         """This worker's part, which the run replaces at each reshard."""
-        self._attributes: dict[str, Any] = {}
-        """What the script has set since the loop began, for this worker's part, too."""
+        self._shared: SharedAttributes | None = None
         self._is_calling = False
 
     @property
@@ -35,20 +35,44 @@ class CalledModule:
         return self.at.moment
 
     def use(self, part: nn.Module) -> None:
-        """Take this worker's part for the next step."""
-        self.part = part
-        for name, value in self._attributes.items():
-            setattr(part, name, value)
+        """Take this worker's part for the next step, or for an evaluation."""
+        self.part, self._shared = part, SharedAttributes.of(self.declared, part)
+        self._shared.begin()
+        self._note_texts()
+
+    def forget_part(self) -> None:
+        self.part = self._shared = None
+
+    def push(self) -> None:
+        """Give the part what the script has changed in its model during the step."""
+        if self._shared is not None:
+            self._shared.push()
+
+    def pull(self) -> None:
+        """Give the script's model the modes, numbers and texts that its part has."""
+        if self._shared is not None:
+            self._shared.pull()
+
+    def _note_texts(self) -> None:
+        """Print once which texts a worker that joins would not have."""
+        assert self._shared is not None
+        if (names := self._shared.changed_texts) and self.at.is_first_worker:
+            print(
+                f"elastic: {', '.join(f'model.{name}' for name in names)}: the script changes this "
+                "text in its loop, but it is not part of the run's state: set it in front of "
+                "`with step:`, by what is the same on all workers",
+                flush=True,
+            )
+        names.clear()
 
     def set(self, name: str, value: Any) -> None:
-        """Note an attribute that the script sets on its model."""
+        """The script sets an attribute of its model."""
         if self._is_calling or not self.at.is_own:
             return
         if isinstance(value, nn.Module | Tensor):
             raise LoopMisused(
                 f"model.{name}: parts and tensors of the model cannot be set in the loop"
             )
-        self._attributes[name] = value
         if self.at.step is not None and self.part is not None:
             setattr(self.part, name, value)
 
@@ -66,6 +90,7 @@ class CalledModule:
         assert self.part is not None, "a step without a module"
         try:
             self.at.refuse_stepped()
+            self.push()
             return self.part(*inputs, **keywords)
         except BaseException as error:
             if self.at.step is not None:
@@ -107,9 +132,14 @@ class CalledModels:
         for model, part in zip(self._models, roots_of(whole), strict=True):
             model.use(part)
 
+    def pull(self) -> None:
+        """Give the script's models the modes, numbers and texts that their parts have."""
+        for model in self._models:
+            model.pull()
+
     def forget_parts(self) -> None:
         for model in self._models:
-            model.part = None
+            model.forget_part()
 
     def tensors(self) -> dict[str, Tensor]:
         """The parameters and buffers of the declared modules, by their names in the run."""

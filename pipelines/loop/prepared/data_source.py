@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from torch.utils.data import (
@@ -17,7 +17,7 @@ from torch.utils.data import (
 )
 
 from pipelines.loop.prepared.errors import LoopMisused
-from pipelines.reading.endless import DrawnBatches, InSequence, WithReplacement
+from pipelines.reading.endless import DrawnBatches, Endless, InSequence, WithReplacement
 from pipelines.reading.sampler_order import InSamplerOrder
 from pipelines.reading.stream import is_stream
 from pipelines.reading.stream_positions import digest_of
@@ -44,6 +44,27 @@ class DataSource:
     reading: ReadingSettings = field(default_factory=ReadingSettings)
     begin_reader: Callable[[int], None] | None = None
     """The loader's `worker_init_fn`."""
+    first_length: int = 0
+    """`length` before the loop."""
+
+    @property
+    def length(self) -> int:
+        """The number of samples now; 0: not known, or the order does not depend on it."""
+        match self.dataset:
+            case WithReplacement():
+                return 0
+            case Endless():
+                return self.dataset.length
+        return 0 if is_stream(self.dataset) else len(self.dataset)
+
+    def refuse_other_length(self) -> None:
+        """Raise `LoopMisused` if the dataset has more or fewer samples than before the loop."""
+        if (length := self.length) != self.first_length:
+            raise LoopMisused(
+                f"the loader's dataset has {length} samples in place of {self.first_length}: the "
+                "order of the samples is fixed before the loop: let it have all of them from the "
+                "start, such as a buffer of its final size, or draw batches from it by run.draw"
+            )
 
 
 def source_of(loader: DataLoader[Any]) -> DataSource:
@@ -53,14 +74,9 @@ def source_of(loader: DataLoader[Any]) -> DataSource:
     if size is None:  # the items of the dataset, or of the batch sampler, are batches
         collate, size = _OfOne(loader.collate_fn), 1
     dataset, length = _ordered(loader)
-    return DataSource(
-        dataset,
-        collate,
-        size,
-        length,
-        _reading_of(loader),
-        loader.worker_init_fn,
-    )
+    reading = _reading_of(loader)
+    source = DataSource(dataset, collate, size, length, reading, loader.worker_init_fn)
+    return replace(source, first_length=source.length)
 
 
 def drawn_by(function: Callable[..., Any], arguments: Sequence[Any]) -> DataSource:

@@ -53,8 +53,16 @@ class KeptObjects:
 
     def begin(self) -> dict[str, Tensor]:
         """Take the values of step 0, and return copies of them. Raises `LoopMisused` for tensors
-        that cannot be part of the state."""
+        that cannot be part of the state, and for an object without any."""
         live = self._live()
+        for number, item in enumerate(self.objects):
+            if not any(name.startswith(_root(number)) for name in live):
+                raise LoopMisused(
+                    f"run.keep: the state of {type(item).__name__} has no tensor or number, so "
+                    "nothing would be kept: give a dictionary its first values, and make the "
+                    "buffers of a module persistent, those of torchmetrics by "
+                    "metric.persistent(True)"
+                )
         for name, value in live.items():
             if (dtype := name_of(value.dtype)) not in ITEMSIZE_BYTES:
                 raise LoopMisused(
@@ -96,6 +104,10 @@ class KeptObjects:
                 )
         if live:
             copy_tensors([self.kept[name] for name in live], list(live.values()))
+
+    def live(self) -> dict[str, Tensor]:
+        """Copies of the present values."""
+        return {name: _contiguous(value) for name, value in self._live().items()}
 
     def load(self, values: Mapping[str, Tensor]) -> None:
         """Take these as the values at the beginning of the present step."""

@@ -8,11 +8,10 @@ from typing import Any
 from torch import nn
 
 from actors.distributed.torch_private import MODULE_TABLES
+from pipelines.loop.modules.model_views import CALLED, OWN_CLASS, plain
 from pipelines.loop.prepared.called_module import CalledModels, CalledModule
 from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.prepared.script_moment import Moment, ScriptMoment
-
-CALLED = "_elastic_called"
 
 
 class PreparedModel(nn.Module):
@@ -57,14 +56,12 @@ class PreparedModel(nn.Module):
         super().__setattr__(name, value)
 
     def train(self, mode: bool = True) -> PreparedModel:
-        if _called(self).moment is not Moment.IN_STEP:
-            plain(self).train(mode)
-            self.training = mode
-        elif not mode:
-            raise LoopMisused(
-                "model.eval(): not possible within a step; declare held-out data with "
-                "run.evaluation(dataset, losses) before the loop, or evaluate between two steps"
-            )
+        """Of the model and, within a step, of this worker's part of it."""
+        called, view = _called(self), plain(self)
+        called.pull()
+        view.train(mode)
+        vars(self).update(vars(view))
+        called.push()
         return self
 
     def zero_grad(self, set_to_none: bool = True) -> None:
@@ -101,20 +98,10 @@ def prepare_model(model: nn.Module, models: CalledModels) -> nn.Module:
         model.__dict__[CALLED] = called
         return model
     own = type(model)
-    names = {"__module__": own.__module__, "__qualname__": own.__qualname__, "__doc__": own.__doc__}
+    names = {key: getattr(own, key) for key in ("__module__", "__qualname__", "__doc__")}
     model.__dict__[CALLED] = called
-    model.__class__ = type(own.__name__, (PreparedModel, own), names)
+    model.__class__ = type(own.__name__, (PreparedModel, own), names | {OWN_CLASS: own})
     return model
-
-
-def plain(model: nn.Module) -> nn.Module:
-    """A view of a model that was prepared, with its own class; it shares all tensors."""
-    if not isinstance(model, PreparedModel):
-        return model
-    own = type(model).__mro__[2]
-    view: nn.Module = object.__new__(own)
-    view.__dict__.update({key: value for key, value in vars(model).items() if key != CALLED})
-    return view
 
 
 def _called(model: nn.Module) -> CalledModule:

@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
+from actors.distributed.torch_private import has_step_hook
+from pipelines.loop.modules.module_numbers import ModuleNumbers
 from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.prepared.joined_optimizer import JoinedOptimizer
 from pipelines.loop.prepared.kept_objects import KeptObjects
@@ -40,6 +42,7 @@ class ScriptOptimizerFactory:
         clipping: Clipping,
         scaler: LossScaler | None = None,
         kept: KeptObjects | None = None,
+        modules: ModuleNumbers | None = None,
     ) -> None:
         """`names` are the names of the model's parameters.
 
@@ -49,13 +52,14 @@ class ScriptOptimizerFactory:
         _refuse_foreign(optimizers, schedulers)
         self.clipping = clipping
         self.values = ScriptValues(optimizers, schedulers, scaler)
-        self.state = ScriptState(self.values, kept or KeptObjects())
+        self.state = ScriptState(self.values, kept or KeptObjects(), modules)
         self._optimizers = optimizers
         groups = [(owner, group) for owner in optimizers for group in owner.param_groups]
         self._groups = [
             (owner, {k: v for k, v in group.items() if k != PARAMETERS} | {NUMBER: number})
             for number, (owner, group) in enumerate(groups)
         ]
+        self._attributes = {name: vars(parameter) for parameter, name in names.items()}
         self._group_of: dict[str, int] = {}
         for number, (_, group) in enumerate(groups):
             for parameter in group[PARAMETERS]:
@@ -77,6 +81,7 @@ class ScriptOptimizerFactory:
         """An optimizer with the script's parameter groups that have a shard on this worker."""
         members: list[list[Tensor]] = [[] for _ in self._groups]
         for name, shard in shards:
+            vars(shard).update(self._attributes[name])
             members[self._group_of[name]].append(shard)
         built = []
         for optimizer in self._optimizers:
@@ -176,6 +181,12 @@ def _refuse_foreign(optimizers: Sequence[Optimizer], schedulers: Sequence[LRSche
         raise LoopMisused(
             "run.prepare: the optimizer has a learning-rate scheduler; pass it, too, so that its "
             "state survives a change of the workers"
+        )
+    if any(map(has_step_hook, optimizers)):
+        raise LoopMisused(
+            "run.prepare: the optimizer has a hook on its step, which the run would not call, as "
+            "a worker steps only its shards: clip gradients with run.steps(..., max_grad_norm=...) "
+            "or max_grad_value=..., and do what else the hook does between two steps"
         )
 
 

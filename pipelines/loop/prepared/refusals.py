@@ -10,7 +10,7 @@ from pipelines.errors import UserError
 from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.prepared.optimizer_factory import ScriptOptimizerFactory
 from pipelines.reading.foreign_datasets import refuse_foreign
-from pipelines.training.custom.optimizer_checks import refuse_unfit
+from pipelines.training.custom.optimizer_checks import refuse_complex, refuse_unfit
 from pipelines.training.workload.state import trained_dims
 
 DISTRIBUTED = (DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule)
@@ -20,8 +20,9 @@ MAX_SCHEDULED = 1_000
 
 def refuse_unkeepable(factory: ScriptOptimizerFactory, model: nn.Module, steps: int) -> None:
     """Step the optimizers on small tensors, and the schedulers. Raises `LoopMisused` if a run
-    cannot keep their state."""
+    cannot keep their state, or a parameter."""
     try:
+        refuse_complex(model)
         factory.values.try_schedulers(min(steps, MAX_SCHEDULED))
         refuse_unfit(factory, trained_dims(model))
     except LoopMisused:

@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from actors.distributed.torch_private import has_gradient_hook, norms_of, num_changes
 from pipelines.loop.prepared.errors import LoopMisused
+from pipelines.training.custom.modules.custom_module import HOOKED
 
 METHODS = {
     "__len__",
@@ -93,10 +94,7 @@ class ScriptMoment:
         kind = _watched_by(self)
         for name, parameter in module.named_parameters():
             if has_gradient_hook(parameter):
-                raise LoopMisused(
-                    f"run.prepare: {name} has a hook on its gradient, which the run would not "
-                    "call: change the loss instead, or freeze what is not trained"
-                )
+                raise LoopMisused(f"run.prepare: {name} {HOOKED}")
             if type(parameter) is nn.Parameter or isinstance(parameter, WatchedParameter):
                 parameter.__class__ = kind
 

@@ -7,10 +7,11 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from pipelines.loop.modules.module_numbers import ModuleNumbers
 from pipelines.loop.prepared.kept_objects import NUM_COMPARED, KeptObjects
 from pipelines.loop.prepared.script_values import ScriptValues
 
-VALUES = ""
+VALUES, MODULES = "", "/modules"
 NUMBERS_TOLERANCE, OBJECTS_TOLERANCE = 1e-9, 1e-3
 """The relative differences that machines of different kinds may compute."""
 LIMIT = 1e290
@@ -20,16 +21,20 @@ WEIGHTS = torch.cos(torch.arange(1.0, NUM_COMPARED + 1, dtype=torch.float64))
 
 
 class ScriptState:
-    """The numbers of optimizers, schedulers and scaler, and the objects that the script keeps.
+    """The numbers of optimizers, schedulers, scaler and modules, and the objects that the script
+    keeps.
 
     A script that begins a step again, or in another worker's place, gets those of the beginning of
     the step. Every worker has the same.
     """
 
-    def __init__(self, values: ScriptValues, objects: KeptObjects) -> None:
+    def __init__(
+        self, values: ScriptValues, objects: KeptObjects, modules: ModuleNumbers | None = None
+    ) -> None:
         self._values = values
         self._objects = objects
-        self.initial = {VALUES: _vector(values.initial), **objects.begin()}
+        self._modules = modules or ModuleNumbers()
+        self.initial = {**_vectors(values.initial, self._modules.initial), **objects.begin()}
         """All at step 0."""
         self._note_fingerprint()
 
@@ -38,21 +43,30 @@ class ScriptState:
         chosen = float(sum(1 << number for number in self._values.stepped))
         self._values.keep()
         self._objects.keep()
+        self._modules.keep()
         self._note_fingerprint(chosen)
 
     def restore(self) -> None:
         """Begin the present step with what was kept."""
         self._values.restore()
         self._objects.restore()
+        self._modules.restore()
 
     def kept(self) -> dict[str, Tensor]:
         """All at the beginning of the present step; valid until the next `keep`."""
-        return {VALUES: _vector(self._values.kept), **self._objects.kept}
+        return {**_vectors(self._values.kept, self._modules.kept), **self._objects.kept}
+
+    def live(self) -> dict[str, Tensor]:
+        """All as it is now, within a step or behind it."""
+        vectors = _vectors(self._values.live(), self._modules.live())
+        return {**vectors, **self._objects.live()}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         """Take these in place of what was kept."""
         self._values.kept = state[VALUES].tolist()
         self._objects.load(state)
+        if MODULES in state:
+            self._modules.kept = state[MODULES].tolist()
         self._note_fingerprint()
 
     def forget_step(self) -> None:
@@ -84,3 +98,7 @@ class ScriptState:
 
 def _vector(numbers: list[float]) -> Tensor:
     return torch.tensor(numbers, dtype=torch.float64)
+
+
+def _vectors(values: list[float], modules: list[float]) -> dict[str, Tensor]:
+    return {VALUES: _vector(values)} | ({MODULES: _vector(modules)} if modules else {})

@@ -52,6 +52,10 @@ class ScriptValues:
         self.kept, self.scaler.used = numbers, 1.0
         self._forget_step()
 
+    def live(self) -> list[float]:
+        """All numbers now."""
+        return self._read()
+
     def restore(self) -> None:
         """Begin a step again, or in another worker's place, with its numbers."""
         self._refuse_change(len(self._read()))

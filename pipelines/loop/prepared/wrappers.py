@@ -123,14 +123,16 @@ class PreparedLoader:
     def __len__(self) -> int:
         return len(self.declared)
 
-    @property
-    def dataset(self) -> Any:
-        return self.declared.dataset
-
     def __iter__(self) -> Iterator[Any]:
         if self._at.moment is Moment.IN_STEP:
             raise LoopMisused("the loader cannot be iterated: loop over `step.batches()` instead")
         return iter(self.declared)
+
+    def __getattr__(self, name: str) -> Any:
+        """Those of the script's loader: `sampler.set_epoch`, for example, has no effect, as the run
+        counts epochs itself."""
+        _refuse_private(name)
+        return getattr(self.declared, name)
 
 
 def _refuse_private(name: str) -> None:

@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
+from pipelines.observe.history.dealing import DealtMicrobatches
 from pipelines.observe.history.formatting import counted, duration
 from pipelines.observe.history.goodput import Account
 from pipelines.observe.history.membership import Membership
@@ -24,6 +25,7 @@ class History:
     step_time: StepTimeAccount = field(default_factory=StepTimeAccount)
     peak_bytes: dict[str, int] = field(default_factory=dict)
     """The peak memory of each worker on the device that it trains on: its GPU, or the host."""
+    dealt: DealtMicrobatches = field(default_factory=DealtMicrobatches)
     num_damaged: int = 0
 
     def take(
@@ -33,8 +35,10 @@ class History:
         system: Iterable[dict[str, Any]] = (),
     ) -> None:
         """Add lines; malformed lines are skipped and counted in `num_damaged`."""
+        in_journal = (self.membership, self.account, self.dealt)
+        takers = [*(part.take for part in in_journal), self.step_time.take_ready]
         for line in journal:
-            self._take(line, self.membership.take, self.account.take, self.step_time.take_ready)
+            self._take(line, *takers)
         for row in metrics:
             self._take(row, self.progress.take, self.step_time.take)
         for sample in system:

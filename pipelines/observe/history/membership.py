@@ -9,39 +9,20 @@ from elastic.protocol.wire import is_progress, is_steps, steps_in
 from pipelines.observe.history.formatting import counted, duration, shortened
 from pipelines.observe.history.hang import diagnose
 from pipelines.observe.history.run_events import (
+    KINDS_WITH_STEP,
+    PHASES,
     RunEvent,
     Session,
     Stretch,
     WorkerPlace,
     controller_text,
     evaluation_text,
+    market_text,
+    step_time_text,
 )
-
-PHASES = {
-    "RunOpened": "starting",
-    "Form": "forming",
-    "Reshard": "resharding",
-    "Resume": "training",
-    "Pause": "pausing",
-    "Abort": "recovering",
-    "SaveCheckpoint": "saving",
-    "Stopped": "stopped",
-}
-"""The phase of the run after a line of each name."""
 
 MAX_KEPT = 4096
 QUARANTINED = "its node is quarantined"
-
-KINDS_WITH_STEP = (
-    "checkpoint",
-    "evaluated",
-    "skipped",
-    "not finite",
-    "nothing counted",
-    "spike",
-    "audit",
-)
-"""The kinds of events whose journal line has the step."""
 
 
 @dataclass(slots=True)
@@ -123,7 +104,7 @@ class Membership:
             case "ComputeTimed":
                 times = dict(zip(self.ranked, line["compute_s"], strict=False))
                 self.compute_s = times or self.compute_s  # a short line lists only stragglers
-            case "Replaced" | "NodeQuarantined" | "NodeReleased":
+            case "Replaced" | "NodeQuarantined" | "NodeReleased" | "MarketChosen":
                 self._take_health(name, line)
             case _:
                 self._take_other(name, line)
@@ -218,7 +199,10 @@ class Membership:
         self._note(line, "draining", text, shortened(node, 16), node=node)
 
     def _take_health(self, name: str, line: dict[str, Any]) -> None:
-        """Note stragglers and quarantined nodes, whose workers are drained."""
+        """Note workers that will leave: stragglers, those of quarantined nodes or of a market."""
+        if name == "MarketChosen":
+            self._choose_market(line)
+            return
         cause = line["cause"]
         if name == "Replaced":
             worker = line["worker"]
@@ -298,8 +282,8 @@ class Membership:
                     self.waiting_since = line["time"]
                 kind = "waiting" if self._has_resumed else "starting"
                 self._note(line, kind, self.phase, line["reason"])
-            case "LayoutAnswered":
-                self._answer_layout(line)
+            case "LayoutAnswered" | "StepTimeCompared":
+                self._take_layout(name, line)
             case "ControllerRestarted" | "ControllerRaised" | "ControllerRecovered":
                 self._take_controller(name, line)
             case "StopRequested":
@@ -307,6 +291,16 @@ class Membership:
                 self._note(line, "stopping", text, cause=line["cause"])
             case "Stopped":
                 self._stop(line)
+
+    def _choose_market(self, line: dict[str, Any]) -> None:
+        """Note on which market workers are requested; withdrawn requests are no losses."""
+        withdrawn, cause = line["withdrawn"], line["cause"]
+        never_started = self.starting.intersection(withdrawn)
+        self._gone |= never_started
+        self.starting -= never_started
+        leaving = set(withdrawn) - never_started
+        self._draining |= dict.fromkeys(leaving, cause)
+        self._note(line, "market", market_text(line, len(leaving)), line["market"])
 
     def _take_controller(self, name: str, line: dict[str, Any]) -> None:
         """Note what happened to the controller; quarantines last longer by its absence."""
@@ -321,8 +315,12 @@ class Membership:
         text = evaluation_text(line)
         self._note(line, "evaluated", text, value=line["loss"], metrics=metrics)
 
-    def _answer_layout(self, line: dict[str, Any]) -> None:
-        """Note the answer to a layout request, unless the run has that layout already."""
+    def _take_layout(self, name: str, line: dict[str, Any]) -> None:
+        """Note how long steps of a layout take, or the answer to a layout request, unless the run
+        has that layout already."""
+        if name == "StepTimeCompared":
+            self._note(line, "step time", step_time_text(line), line["layout"])
+            return
         planned, present, refusal = line["planned"], line["present"], line["refusal"]
         if refusal:
             self._note(line, "refused layout", f"layout refused: {refusal}", cause=refusal)

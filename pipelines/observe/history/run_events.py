@@ -5,7 +5,30 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from pipelines.observe.history.formatting import duration
+from pipelines.observe.history.formatting import counted, duration
+
+PHASES = {
+    "RunOpened": "starting",
+    "Form": "forming",
+    "Reshard": "resharding",
+    "Resume": "training",
+    "Pause": "pausing",
+    "Abort": "recovering",
+    "SaveCheckpoint": "saving",
+    "Stopped": "stopped",
+}
+"""The phase of the run after a line of each name."""
+
+KINDS_WITH_STEP = (
+    "checkpoint",
+    "evaluated",
+    "skipped",
+    "not finite",
+    "nothing counted",
+    "spike",
+    "audit",
+)
+"""The kinds of events whose journal line has the step."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -14,8 +37,9 @@ class RunEvent:
 
     `kind` is ready, joined, lost, left, draining, worker draining, resumed, rolled back,
     skipped, spike, audit, straggler, quarantined, used again, checkpoint, failed checkpoint,
-    evaluated, hang, starting, waiting, layout, refused layout, controller restarted, controller
-    error, controller recovered, not finite, nothing counted, stopping or stopped.
+    evaluated, hang, market, starting, waiting, layout, step time, refused layout, controller
+    restarted, controller error, controller recovered, not finite, nothing counted, stopping or
+    stopped.
     `short` is its subject in a word or two. `value` is the held-out loss of an evaluation, or the
     seconds of a recovery; `metrics` are the other metrics of the held-out data.
     """
@@ -73,6 +97,14 @@ def controller_text(name: str, line: dict[str, Any]) -> tuple[str, str]:
     return "controller recovered", f"the controller has recovered at {line['place']}"
 
 
+def step_time_text(line: dict[str, Any]) -> str:
+    """The text of a `StepTimeCompared` line."""
+    predicted_s, measured_s = line["predicted_s"], line["measured_s"]
+    longer = measured_s / predicted_s - 1
+    than = f"{abs(longer):.0%} {'more' if longer > 0 else 'less'} than predicted"
+    return f"{line['layout']} takes {measured_s:.3g} s a step, {than} ({predicted_s:.3g} s)"
+
+
 def evaluation_text(line: dict[str, Any]) -> str:
     """The text of an `Evaluated` line: the held-out loss and the metrics."""
     not_finite = line.get("not_finite", ())
@@ -85,3 +117,13 @@ def evaluation_text(line: dict[str, Any]) -> str:
     texts = [f"{name} {shown(name, value, '.4g')}" for name, value in line.get("metrics", ())]
     texts.insert(0, f"held-out loss {shown('loss', line['loss'], '.4f')}")
     return f"{', '.join(texts)} at step {line['step']}"
+
+
+def market_text(line: dict[str, Any], num_leaving: int) -> str:
+    """The text of a `MarketChosen` line, for which so many workers leave."""
+    machines = f"{line['market']} machine"
+    if num_leaving:
+        return f"{counted(num_leaving, 'worker')} will leave for {machines}s: {line['cause']}"
+    if not line["num_workers"]:
+        return f"keeps its {machines}s: {line['cause']}"
+    return f"asked for {counted(line['num_workers'], machines)}: {line['cause']}"

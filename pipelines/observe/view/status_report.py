@@ -211,9 +211,10 @@ class RunStatus:
     def _workers_table(self) -> Table:
         table = Table.grid(padding=(0, 2))
         rows = self.workers()
-        names = ("rank", "worker", "node", "pid", "compute", "peak memory", "warm since")
+        dealt = ("microbatches",) if any(row["microbatches"] is not None for row in rows) else ()
+        names = ("rank", "worker", "node", "pid", *dealt, "compute", "peak memory", "warm since")
         for name in names if rows else ():
-            is_number = name in ("rank", "pid", "compute", "peak memory")
+            is_number = name not in ("worker", "node", "warm since")
             table.add_column(justify="right" if is_number else "left", no_wrap=True)
         if rows:
             table.add_row(*names, style="dim")
@@ -226,7 +227,9 @@ class RunStatus:
             since = ago(row["since"], self.now) if row["since"] else ""
             compute = duration(row["compute_s"]) if row["compute_s"] else ""
             peak = f"{row['peak_bytes'] / 1e6:,.0f} MB" if row["peak_bytes"] else ""
-            table.add_row(rank, row["worker"], *where, compute, peak, since)
+            number = "" if row["microbatches"] is None else str(row["microbatches"])
+            shown = (rank, row["worker"], *where, *(number for _ in dealt))
+            table.add_row(*shown, compute, peak, since)
         if len(rows) > MAX_WORKERS_SHOWN:
             table.add_row("", f"and {len(rows) - MAX_WORKERS_SHOWN} more: --json lists all")
         return table
@@ -275,6 +278,7 @@ def _worker(
         "node": place.node if place else None,
         "pid": place.pid if place else None,
         "since": place.since if place else None,
+        "microbatches": history.dealt.by_worker.get(worker) if role == "member" else None,
         "compute_s": history.membership.compute_s.get(worker) if role == "member" else None,
         "peak_bytes": history.peak_bytes.get(worker),
     }

@@ -11,7 +11,7 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 from torch import Tensor
 
-from actors.storage.checkpoint_files import part_name, read_manifest
+from actors.storage.checkpoint_files import part_name, part_names, read_manifest
 from actors.storage.storage import Storage
 from elastic.geometry.regions import Region
 from elastic.geometry.tensor_specs import TensorSpec
@@ -67,7 +67,7 @@ class Checkpoint:
         writers = [member for member in members if part_name(member) in self._listed]
         if len(members) == layout.num_workers and writers:
             needed = writers_of(self._specs, layout, members, writers, wanted)
-            self._open({part_name(writer) for writer in needed})
+            self._open({name for writer in needed for name in part_names(writer, self._listed)})
         if not all(self._has(name, region) for name, region in wanted.items()):
             self._open(set(self._listed))
 

@@ -94,22 +94,26 @@ class CustomWorkload:
     has_constant_size = True
 
     def __init__(
-        self,
-        recipe: Recipe,
-        most_bytes: float = MAX_WHOLE_BYTES,
-        positions: str | None = None,
+        self, recipe: Recipe, most_bytes: float = MAX_WHOLE_BYTES, positions: str | None = None
     ) -> None:
         """A module with more than `most_bytes` of parameters is drawn by region. `positions` is the
-        folder or URL for the positions of a stream.
-
-        Raises `UserError` for data without samples.
-        """
-        self.recipe = recipe
+        folder or URL for the positions of a stream. Raises `UserError` for data without samples."""
         self.settings = recipe.settings
         self.dtype: torch.dtype = getattr(torch, recipe.settings.dtype)
-        self.optimizer_factory: OptimizerFactory = CustomOptimizerFactory(recipe)
+        self.optimizer_factory: OptimizerFactory = CustomOptimizerFactory(recipe, self.module)
         self.body: BodyTrial | None = None
-        self._open_train = partial(open_indexed, recipe.data, self.settings, positions)
+        self._positions = positions
+        self.take_data(recipe)
+        self.values = InitialValues(recipe.model, recipe.settings.seed, most_bytes)
+        self.is_miniature = False
+        self._readers: Readers | None = None
+        self._batch_reads = BatchReads(self.settings)
+
+    def take_data(self, recipe: Recipe) -> None:
+        """Use the data, and the functions of data, of this recipe, which is otherwise the same: its
+        script has been restarted. Reader processes keep those with which they began."""
+        self.recipe = recipe
+        self._open_train = partial(open_indexed, recipe.data, self.settings, self._positions)
         self.train = self._open_train()
         self.held_out = map_style(recipe.held_out(), "held_out") if recipe.held_out else None
         self.num_samples = len(self.train)
@@ -119,11 +123,7 @@ class CustomWorkload:
         self.metrics: dict[str, Metric] = {
             name: partial(counted, metric) for name, metric in sorted(recipe.metrics.items())
         }
-        self.values = InitialValues(recipe.model, recipe.settings.seed, most_bytes)
-        self.is_miniature = False
         self._reader = PassReader(lambda: self.train, recipe.collate)
-        self._readers: Readers | None = None
-        self._batch_reads = BatchReads(self.settings)
         self._latest: dict[bool, CustomBatch] = {}
         """The latest microbatch of each split: False is training, True is held-out."""
 

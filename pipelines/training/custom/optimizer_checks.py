@@ -7,7 +7,7 @@ from inspect import Parameter, signature, unwrap
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from pipelines.errors import UserError
@@ -21,6 +21,7 @@ from pipelines.training.workload.optimizer import (
     state_templates,
 )
 from pipelines.training.workload.seeds import keyed_generator
+from pipelines.training.workload.state import buffers
 
 NUM_STEPS = 2
 SHAPE = (4, 3, 2)
@@ -31,6 +32,22 @@ NOT_CUT = (
     "Adafactor, LAMB), which tp would cut: use dp or fsdp, which deals whole parameters to workers"
 )
 Weights = dict[str, Tensor]
+
+
+def refuse_complex(module: nn.Module) -> None:
+    """Raise `UserError` for state of complex numbers."""
+    for name, buffer in buffers(module):
+        if buffer.is_complex():
+            raise UserError(
+                f"the model's buffer {name} is complex, which a run cannot keep: give "
+                "register_buffer persistent=False, or keep torch.view_as_real of it"
+            )
+    for name, parameter in module.named_parameters():
+        if parameter.is_complex():
+            raise UserError(
+                f"the model's parameter {name} is complex, which a run cannot shard: make it "
+                "torch.view_as_real of it, and use torch.view_as_complex(...) of that in forward"
+            )
 
 
 def refuse_unfit(optimizer_factory: OptimizerFactory, num_dims: Mapping[str, int]) -> None:

@@ -29,7 +29,7 @@ from pipelines.training.tensor.draw_trial import find_draws, for_trial
 from pipelines.training.tensor.sharded_draws import Unknown
 from pipelines.training.tensor.value_trial import Untried, refuse_other_values
 from pipelines.training.workload.seeds import generator_states, keyed_generator
-from pipelines.training.workload.state import stored_dtype
+from pipelines.training.workload.state import in_stored_dtype, stored_dtype
 from pipelines.training.workload.trees import mapped
 from pipelines.training.workload.workload import ModelShape
 
@@ -153,7 +153,8 @@ def _with_noise(candidate: TensorCandidate) -> nn.Module:
     """The module on the host; each time with the same noise on its parameters, since a parameter of
     value 0 would hide differences."""
     settings = candidate.settings
-    module = build_on_host(candidate.recipe.model, settings.seed).to(stored_dtype(settings)).train()
+    module = build_on_host(candidate.recipe.model, settings.seed)
+    in_stored_dtype(module, settings).train()
     generator = keyed_generator("noise", settings.seed)
     with torch.no_grad():
         for parameter in module.parameters():

@@ -22,6 +22,7 @@ from actors.distributed.torch_private import TorchDispatchMode
 from actors.runtime.machine import free_bytes
 from actors.runtime.program import Groups
 from elastic.geometry.layout import Layout
+from elastic.geometry.sample_order import num_rounds
 from pipelines.errors import UserError
 from pipelines.settings import TrainSettings
 from pipelines.training.passes.wait_times import WaitTimes
@@ -72,9 +73,9 @@ class PassSize:
         self._settings = settings
         self._groups = groups
         self._observations = observations
-        layout = groups.assignment.layout
+        layout, shares = groups.assignment.layout, groups.assignment.shares
         self._key = replace(layout, dp=1)
-        most = -(-settings.num_microbatches // layout.num_data_ranks)
+        most = num_rounds(settings.num_microbatches, layout.num_data_ranks, shares)
         if settings.pass_samples != "auto":
             most = min(most, max(1, settings.pass_samples // settings.microbatch))
         self._most = most if layout.pp == 1 else 1

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 
-from elastic.geometry.sample_order import deal
 from pipelines.settings import TrainSettings
 from pipelines.training.workload.data_shard import (
     DataShard,
@@ -59,16 +58,13 @@ class SamplePrefetch:
         num_samples = self._workload.num_samples
         return draw_steps(self._settings, num_samples, steps, microbatches, skipped_batches)
 
-    def _own(self, num_microbatches: int) -> Sequence[int]:
-        return deal(num_microbatches, self._data_shard.num_data_ranks)[self._data_shard.data_rank]
-
     def _training_samples(self, step: int, skipped_batches: Sequence[int]) -> list[int]:
-        own = self._own(self._settings.num_microbatches)
+        own = self._data_shard.own(self._settings.num_microbatches)
         [drawn] = self._draw(range(step, step + 1), own, skipped_batches)
         return samples_in(list(drawn.values()))
 
     def _held_out_samples(self) -> list[int]:
         settings, size = self._settings, self._settings.microbatch
         num_samples = settings.num_evaluated(self._workload.num_held_out)
-        own = self._own(-(-num_samples // size)) if num_samples else ()
+        own = self._data_shard.even.own(-(-num_samples // size)) if num_samples else ()
         return [i for m in own for i in range(m * size, min((m + 1) * size, num_samples))]

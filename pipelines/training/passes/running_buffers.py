@@ -50,7 +50,7 @@ class RunningBuffers:
     """The updated buffers of one rank's modules.
 
     A buffer that passes update must change in the first step of a generation, as any running
-    average does.
+    average does, unless `may_thaw` and its module is in evaluation mode there.
     """
 
     def __init__(self, modules: Sequence[nn.Module], ranks: ProcessGroup) -> None:
@@ -60,6 +60,9 @@ class RunningBuffers:
         self.buffers: dict[str, Tensor] = {}
         self.moving: list[str] | None = None
         """The names of the buffers that passes update; None before the first step shows it."""
+        self.may_thaw = False
+        """Whether modules may leave their evaluation mode between two steps."""
+        self._parts: dict[str, nn.Module] = {}
         self._owners: dict[str, tuple[dict[str, Tensor | None], str]] = {}
 
     def keep(self, buffers: Mapping[str, Tensor]) -> None:
@@ -69,7 +72,8 @@ class RunningBuffers:
         for name in buffers:
             owner, _, key = name.rpartition(".")
             holders = (module for module in self.modules if _has(module, owner, key))
-            self._owners[name] = (direct_buffers(next(holders).get_submodule(owner)), key)
+            self._parts[name] = part = next(holders).get_submodule(owner)
+            self._owners[name] = (direct_buffers(part), key)
 
     @torch.no_grad()
     def begin(self) -> None:
@@ -127,7 +131,8 @@ class RunningBuffers:
         """
         self._install(self.buffers)  # not earlier: a backward that recomputes updates buffers, too
         if self.moving is None:
-            flags = torch.tensor([float(changed) for changed in self._changed.values()])
+            moving = [c or self._may_change(name) for name, c in self._changed.items()]
+            flags = torch.tensor(moving, dtype=torch.float32)
             flags = flags.to(self._num_passes.device)
             wait_for(self.ranks.allreduce([flags]))
             counts = zip(self._changed, flags.tolist(), strict=True)
@@ -150,6 +155,9 @@ class RunningBuffers:
             buffer = self.buffers[name]
             buffer.copy_(mean if buffer.is_floating_point() else mean.round())
         self._means = {}
+
+    def _may_change(self, name: str) -> bool:
+        return self.may_thaw and not self._parts[name].training
 
     def _begin_sum(self, names: Sequence[str]) -> None:
         named_sums = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from weakref import finalize
 
@@ -16,6 +16,7 @@ from actors.distributed.torch_private import FakeTensorMode, TorchDispatchMode, 
 from elastic.geometry.training_job import PassMemory
 from pipelines.settings import TrainSettings
 from pipelines.training.passes.passes import loss_context
+from pipelines.training.replica.gpu_memory import KeptAsOnGpu
 from pipelines.training.sharding.parallelize import parallelize_module
 from pipelines.training.sharding.sharded import as_distributed, assign, local_tensor
 from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups
@@ -91,8 +92,11 @@ class _PassBytes(LiveBytes):
         self.gradients[key] = self.sizes.get(key, 0)
 
 
-def pass_memory_of(workload: Workload, settings: TrainSettings, tp: int = 1) -> PassMemory:
-    """The activations of a microbatch of the settings' size under a degree of `tp`.
+def pass_memory_of(
+    workload: Workload, settings: TrainSettings, tp: int = 1, on_gpu: bool = False
+) -> PassMemory:
+    """The activations of a microbatch of the settings' size under a degree of `tp`, as they are on
+    a CPU or on a GPU.
 
     Runs forward and backward on tensors without values. Raises whatever a module raises that
     cannot run so, such as one that reads a value.
@@ -107,7 +111,7 @@ def pass_memory_of(workload: Workload, settings: TrainSettings, tp: int = 1) -> 
         with fake:
             _give_storages(module, settings)
         fed = workload.feed(workload.empty(settings.microbatch), HOST, parallel, PADDING)
-        with loss_context(parallel):
+        with loss_context(parallel), KeptAsOnGpu() if on_gpu else nullcontext():
             return _count(workload, module, _without_values(fed, fake), parallel)
 
 

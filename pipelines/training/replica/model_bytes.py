@@ -22,8 +22,10 @@ def memory_facts(
     specs: Sequence[TensorSpec],
     degrees: Iterable[int] = (1,),
     has_pp: bool = False,
+    on_gpu: bool = False,
 ) -> MemoryFacts:
-    """What the memory model knows of a workload, with a trial for each of some degrees of `tp`.
+    """What the memory model knows of a workload on a CPU or a GPU, with a trial for each of some
+    degrees of `tp`.
 
     Without trials, where the module cannot run on tensors without values, activations are not
     known.
@@ -43,7 +45,7 @@ def memory_facts(
         root_bytes=total - sum(block_bytes) if blocks else 0,
         layers=_layers(specs, num_layers) if has_pp else (),
         tied=_cut_and_whole(spec for spec in specs if spec.ties_ends),
-        passes=_trials(workload, settings, degrees),
+        passes=_trials(workload, settings, degrees, on_gpu),
         merges=settings.may_merge,
         sums_whole=not settings.sync_each_microbatch and settings.num_microbatches > 1,
         keeps_gathered=not settings.reshard_after_forward,
@@ -57,12 +59,12 @@ def memory_facts(
 
 
 def _trials(
-    workload: Workload, settings: TrainSettings, degrees: Iterable[int]
+    workload: Workload, settings: TrainSettings, degrees: Iterable[int], on_gpu: bool
 ) -> tuple[PassMemory, ...]:
     trials = []
     for tp in degrees:
         try:
-            trials.append(pass_memory_of(workload, settings, tp))
+            trials.append(pass_memory_of(workload, settings, tp, on_gpu))
         except Exception:  # any operation may refuse tensors without values in its own way
             break
     return tuple(trials)

@@ -204,7 +204,7 @@ class ShardedReplica:
             self.passes,
             self.workload,
             self.settings,
-            self.data_shard,
+            self.data_shard.even,
             self.parallel,
             self.groups,
             interrupt,

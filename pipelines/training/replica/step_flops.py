@@ -15,16 +15,15 @@ from pipelines.training.workload.parallel_groups import ALONE
 from pipelines.training.workload.state import build_on_meta
 from pipelines.training.workload.workload import PADDING, Workload
 
-FORWARD_AND_BACKWARD = 6
-"""Operations for each multiplication of a forward pass: a product and a sum, and in the backward
-pass twice as many."""
+FORWARD_AND_BACKWARD = 3
+"""Operations of both passes for each of the forward pass: the backward pass has twice as many."""
 
 
 def count_step_flops(workload: Workload, settings: TrainSettings) -> float | None:
     """The operations of a step's forward and backward passes on all workers together, or None.
 
-    torch counts matrix products, convolutions and attention of a sample on the meta device: no
-    value is computed. Causal attention counts as if it were whole, and recomputation does not
+    torch counts matrix products, convolutions and attention of a sample's forward pass on the meta
+    device: no value is computed. Causal attention counts as if it were whole, and recomputation does not
     count (Chowdhery et al., PaLM, 2022, appendix B). Where a module cannot run there, as one with
     experts, the costs of its layers count: causal attention by half. The code of a custom module
     may not expect the meta device: see `ForwardFlops`.
@@ -32,13 +31,13 @@ def count_step_flops(workload: Workload, settings: TrainSettings) -> float | Non
     try:
         module = build_on_meta(workload, settings).eval()
         fed = workload.feed(workload.empty(1), torch.device("meta"), ALONE, PADDING)
-        with FlopCounterMode(display=False) as counter:
-            workload.losses(module, fed, ALONE).loss.backward()
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            workload.losses(module, fed, ALONE)
         flops = counter.get_total_flops()
     except Exception:  # any kernel may refuse meta tensors in its own way
         products = sum(layer.cost for layer in workload.shape().layers)
-        flops = FORWARD_AND_BACKWARD * products * workload.seq_len
-    return flops * settings.batch or None
+        flops = 2 * products * workload.seq_len
+    return FORWARD_AND_BACKWARD * flops * settings.batch or None
 
 
 class ForwardFlops:
@@ -61,7 +60,7 @@ class ForwardFlops:
         """The operations of a step, with twice as many in backward, or None if the module was not
         called. The first pass had one microbatch."""
         forward = self._counter.get_total_flops()
-        return 3 * forward * settings.batch / settings.microbatch or None
+        return FORWARD_AND_BACKWARD * forward * settings.batch / settings.microbatch or None
 
     def _begin(self, module: nn.Module, inputs: Any) -> None:
         self._counter.__enter__()

@@ -102,11 +102,18 @@ def names_without_dims(modules: Sequence[nn.Module]) -> set[str]:
 
 
 def bring_constants(module: nn.Module, device: torch.device) -> None:
-    """Move non-persistent buffers that already have values to the device."""
-    for name, value in list(module.named_buffers()):
-        if not value.is_meta:
-            owner, _, key = name.rpartition(".")
-            setattr(module.get_submodule(owner), key, value.to(device))
+    """Move non-persistent buffers that already have values to the device.
+
+    A buffer of several modules stays one.
+    """
+    moved: dict[int, Tensor] = {}
+    for name, value in list(module.named_buffers(remove_duplicate=False)):
+        if value.is_meta:
+            continue
+        if id(value) not in moved:
+            moved[id(value)] = value.to(device)
+        owner, _, key = name.rpartition(".")
+        setattr(module.get_submodule(owner), key, moved[id(value)])
 
 
 def storage_bytes(tensors: Iterable[Tensor], device: torch.device) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from actors.runtime.program import Groups
 from elastic.geometry.sample_order import batch_ids, deal, microbatch_seed, num_rounds
@@ -17,15 +17,28 @@ NUM_DRAWN = 512
 
 @dataclass(frozen=True, slots=True)
 class DataShard:
-    """A data rank, and the number of data ranks, each of which reads different samples."""
+    """A data rank, and the number of data ranks, each of which reads different samples.
+
+    `shares` are the numbers of microbatches of a step that the ranks compute; see `Assignment`.
+    """
 
     data_rank: int
     num_data_ranks: int
+    shares: tuple[int, ...] = ()
 
     @classmethod
     def of(cls, groups: Groups) -> DataShard:
-        layout = groups.assignment.layout
-        return cls(layout.data_rank(groups.world_rank), layout.num_data_ranks)
+        layout, shares = groups.assignment.layout, groups.assignment.shares
+        return cls(layout.data_rank(groups.world_rank), layout.num_data_ranks, shares)
+
+    @property
+    def even(self) -> DataShard:
+        """The same rank with even shares, by which held-out data are dealt."""
+        return replace(self, shares=())
+
+    def own(self, num_microbatches: int) -> tuple[int, ...]:
+        """The microbatches of this rank."""
+        return deal(num_microbatches, self.num_data_ranks, self.shares)[self.data_rank]
 
     def rounds(
         self, num_microbatches: int, round_up: Callable[[int], int], num_merged: int = 1
@@ -35,8 +48,8 @@ class DataShard:
         Every data rank runs the same number of rounds, so that the collectives of forward and
         backward match. `round_up` maps the least number of rounds to the number that is run.
         """
-        own = deal(num_microbatches, self.num_data_ranks)[self.data_rank]
-        most = num_rounds(num_microbatches, self.num_data_ranks)
+        own = self.own(num_microbatches)
+        most = num_rounds(num_microbatches, self.num_data_ranks, self.shares)
         num_run = round_up(-(-most // num_merged))
         if not own:
             return [()] * num_run

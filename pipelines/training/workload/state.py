@@ -8,6 +8,7 @@ from dataclasses import replace
 import torch
 from torch import Tensor, nn
 
+from actors.distributed.torch_private import direct_buffers
 from elastic.geometry.regions import Region
 from elastic.geometry.tensor_specs import Kind, Ownership, TensorSpec, deal_out
 from pipelines.settings import TrainSettings
@@ -50,6 +51,21 @@ def stored_dtype(settings: TrainSettings) -> torch.dtype:
     return torch.float64 if settings.dtype == "float64" else torch.float32
 
 
+def in_stored_dtype(module: nn.Module, settings: TrainSettings) -> nn.Module:
+    """The module with its floating-point tensors in the dtype of storage.
+
+    `Module.to` would make complex tensors real. A buffer of several modules stays one.
+    """
+    tables = [direct_buffers(part) for part in module.modules()]
+    before = [dict(table) for table in tables]
+    module.double() if stored_dtype(settings) == torch.float64 else module.float()
+    shared: dict[int, Tensor | None] = {}
+    for table, held in zip(tables, before, strict=True):
+        for key, value in held.items():
+            table[key] = shared.setdefault(id(value), table[key])
+    return module
+
+
 def optimizer_factory_of(workload: Workload, settings: TrainSettings) -> OptimizerFactory:
     """The workload's optimizer, or AdamW from the settings."""
     return workload.optimizer_factory or AdamWBySettings(settings.optimizer)
@@ -60,7 +76,7 @@ def build_on_meta(
 ) -> nn.Module:
     """The workload's module on the meta device: shapes without values."""
     with torch.device("meta"):
-        return workload.module(parallel).to(stored_dtype(settings))
+        return in_stored_dtype(workload.module(parallel), settings)
 
 
 def state_specs(workload: Workload, settings: TrainSettings) -> tuple[TensorSpec, ...]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from pipelines.settings.recipe import Recipe
 from pipelines.training.custom.modules.custom_module import build_on_host, build_shapes
 from pipelines.training.custom.modules.custom_pipeline import UnfitForPipeline
-from pipelines.training.workload.state import stored_dtype
+from pipelines.training.workload.state import in_stored_dtype
 from pipelines.training.workload.workload import Layer
 
 
@@ -48,7 +48,7 @@ def run_layers(module: nn.Module, layers: Sequence[Layer], hidden: Tensor) -> li
 
 def in_dtypes(module: nn.Module, recipe: Recipe) -> nn.Module:
     """The module with parameters in the dtype of computation and buffers in that of storage."""
-    module.to(stored_dtype(recipe.settings))
+    in_stored_dtype(module, recipe.settings)
     for parameter in module.parameters():
         if parameter.is_floating_point():
             parameter.data = parameter.data.to(getattr(torch, recipe.settings.dtype))

@@ -12,12 +12,17 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from actors.distributed.torch_private import has_gradient_hook
 from elastic.geometry.regions import Region
 from pipelines.errors import UserError
 from pipelines.settings.overrides import similar_names
 from pipelines.training.workload.initial_values import draw, slices_of
 from pipelines.training.workload.recorded_init import RecordedFill, Recorder
 
+HOOKED = (
+    "has a hook on its gradient, which the run would not call: change the loss instead, or freeze "
+    "what is not trained"
+)
 MAX_WHOLE_BYTES = 4 << 30
 """Up to this size of parameters each worker builds the whole module, as a plain script would. Of a
 larger module it draws only its own regions."""
@@ -140,6 +145,7 @@ def build_shapes(
     for prefix, part in module.named_modules():
         for key, parameter in list(part.named_parameters(recurse=False)):
             empty = nn.Parameter(parameter.detach().to("meta"), parameter.requires_grad)
+            vars(empty).update(vars(parameter))
             setattr(part, key, replaced.setdefault(parameter, empty))
         for key, buffer in list(part.named_buffers(recurse=False)):
             if f"{prefix}.{key}".removeprefix(".") in persistent:
@@ -181,6 +187,9 @@ def seeded(seed: int) -> Iterator[None]:
 def _checked(module: object) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise UserError(f"the recipe's model returned {type(module).__name__}, not an nn.Module")
+    for name, parameter in module.named_parameters():
+        if has_gradient_hook(parameter):
+            raise UserError(f"the recipe's model: {name} {HOOKED}")
     return module
 
 

@@ -23,6 +23,7 @@ seconds of a microbatch are not known, one counts as 1, and communication as not
 - hidden: communication beside compute still takes `interference` of the shorter of both, as on a
   CPU, whose cores also copy and add up what Gloo moves.
 - vote: a small all-reduce of all workers. optimizer: the bytes of a worker's state, moved once.
+- the sum is corrected by what the run has measured under the layout (`measured_steps`).
 """
 
 from __future__ import annotations
@@ -36,9 +37,9 @@ from elastic.geometry.pipeline_stages import deal_layers
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Capacity, Job, StepTrial, Traffic
 from elastic.geometry.zero import zero_in_step
-from elastic.planner.collective_times import Links, contention, overlapped
-from elastic.planner.pipeline_schedule import SEVERAL_STAGES, Pipeline, pipeline_seconds
-from elastic.planner.worker_memory import LEAST_BUCKET_BYTES, pass_memory, worker_memory
+from elastic.planner.models.collective_times import Links, contention, overlapped
+from elastic.planner.models.pipeline_schedule import SEVERAL_STAGES, Pipeline, pipeline_seconds
+from elastic.planner.models.worker_memory import LEAST_BUCKET_BYTES, pass_memory, worker_memory
 
 StepCost = Callable[[int, int], float]
 """The cost of a step as a function of (dp, fsdp)."""
@@ -68,10 +69,11 @@ class StepParts(NamedTuple):
 
 def step_cost(axes: TargetLayout, job: Job, capacity: Capacity) -> StepCost:
     """The cost of layouts with these model axes; see the docstring of this module."""
-    trial, knows_bandwidths = _trial_of(axes, job), job.knows_bandwidths
+    parts, corrections = step_parts(axes, job, capacity), job.times.corrections
 
     def cost(dp: int, fsdp: int) -> float:
-        return sum(_Step(axes, job, capacity, trial, dp, fsdp).parts(knows_bandwidths))
+        factor = corrections.of(axes.layout(dp, fsdp)) if corrections.by_layout else 1.0
+        return factor * sum(parts(dp, fsdp))
 
     return cost
 
@@ -124,10 +126,8 @@ class _StepPasses(NamedTuple):
 
 def _trial_of(axes: TargetLayout, job: Job) -> StepTrial | None:
     """The trial with these model axes; else None."""
-    for trial in job.times.trials:
-        if (trial.tp, trial.cp, trial.zero) == (axes.tp, axes.cp, 0):
-            return trial
-    return None
+    shape = (axes.tp, axes.cp, 0)
+    return next((t for t in job.times.trials if (t.tp, t.cp, t.zero) == shape), None)
 
 
 class _Step:

@@ -12,10 +12,10 @@ from itertools import pairwise
 from math import inf
 from statistics import mean, median
 
-from elastic.controller.next_assignment import whole_assignment
+from elastic.controller.capacity.next_assignment import whole_assignment
 from elastic.duties.bandwidth import capacity_now, known_job
 from elastic.geometry.errors import Infeasible
-from elastic.planner.step_cost import cost_of
+from elastic.planner.models.step_cost import cost_of
 from elastic.protocol.commands import Command, StopWorker
 from elastic.protocol.controller_state import ControllerState
 
@@ -36,8 +36,8 @@ def note_pause(state: ControllerState, now: float, step_s: float) -> None:
 def growth_deadline(state: ControllerState) -> float:
     """When to decide about standby workers: others may join them, and the calm may have to last
     longer."""
-    if state.growth.standby_since is None:
-        return inf
+    if state.growth.standby_since is None or state.forming.num_attempts:
+        return inf  # a run that recovers commits a step first
     if len(state.membership.records) == len(state.membership.warm):
         return state.growth.no_growth_before
     return max(
@@ -62,6 +62,14 @@ def should_grow(state: ControllerState, now: float) -> bool:
     return True
 
 
+def is_worth_a_pause(state: ControllerState, now: float, gain: float) -> bool:
+    """Whether steps that are shorter by a share of `gain` make up for a pause, as long as the
+    members are expected to stay together."""
+    pauses_s = state.growth.pauses_s or [state.forming.reshard_s]
+    lasting_s, _ = _expected_calm(state, now)
+    return median(pauses_s) <= gain * min(lasting_s, state.policy.growth_horizon_s)
+
+
 def idle_deadline(state: ControllerState) -> float:
     """When to look for standby workers to release."""
     return (
@@ -76,7 +84,8 @@ def release_idle_standbys(state: ControllerState, now: float) -> list[Command]:
     members are lost, or another target layout is requested."""
     if now < idle_deadline(state):
         return []
-    standbys = sorted(state.membership.warm - state.membership.draining - set(state.live.members()))
+    idle = state.membership.warm - state.membership.draining - state.market.extra
+    standbys = sorted(idle.difference(state.live.members()))
     state.growth.idle_since = now if standbys else None
     if not standbys or state.growth.standby_since is not None or _needed_calm_s(state) < inf:
         return []

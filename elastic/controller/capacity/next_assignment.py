@@ -11,7 +11,8 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from math import inf
 
-from elastic.duties.bandwidth import known_job
+from elastic.controller.capacity.newcomers import admitted
+from elastic.duties.bandwidth import corrected_job
 from elastic.geometry.assignment import Assignment
 from elastic.geometry.errors import Infeasible
 from elastic.geometry.topology import Place
@@ -39,18 +40,26 @@ def next_assignment(state: ControllerState, previous: Assignment | None) -> Prop
     """The assignment that the workers that stay would get in the next generation: all of them, or
     as many as one round can take."""
     staying = state.membership.staying()
-    proposal = _propose(state, previous, staying, staying)
+    proposal = whole_assignment(state, previous)
     if isinstance(proposal, Infeasible) or previous is None:
         return proposal
     most = _copies_allowed(state)
     if copies_sent(previous, proposal.assignment, staying) <= most:
-        return proposal
+        return _with_shares(state, previous, proposal)
     return _first_round(state, previous, staying, proposal, most) or proposal
 
 
 def whole_assignment(state: ControllerState, previous: Assignment | None) -> Proposal | Infeasible:
-    """The assignment of all workers that stay, in however many rounds they join."""
+    """The assignment of all workers that stay, in however many rounds they join, without those
+    that are deferred for now."""
     staying = state.membership.staying()
+    if previous is not None and len(some := admitted(state, previous)) < len(staying):
+        proposal = _propose(state, previous, staying, some)
+        if not isinstance(proposal, Infeasible):
+            assignment = proposal.assignment
+            if len(assignment.members) >= state.policy.min_workers:
+                standbys = tuple(sorted(staying.keys() - set(assignment.members)))
+                return replace(proposal, assignment=replace(assignment, standbys=standbys))
     return _propose(state, previous, staying, staying)
 
 
@@ -108,7 +117,7 @@ def _first_round(
     """The assignment of the first round; None if it would have no more members than before."""
     members = [worker for worker in staying if worker in set(previous.members)]
     joining = sorted(
-        (worker for worker in staying if worker not in set(previous.members)),
+        (worker for worker in admitted(state, previous) if worker not in set(previous.members)),
         key=lambda worker: (staying[worker], worker),  # whole nodes, for groups of `tp`
     )
     num_joining = int(most * len(members) * _num_shards(whole.assignment))
@@ -118,12 +127,26 @@ def _first_round(
     first = proposal.assignment
     if len(first.members) <= len(members) or len(first.members) < state.policy.min_workers:
         return None
-    standbys = tuple(sorted({*first.standbys, *joining[num_joining:]}))
+    standbys = tuple(sorted(staying.keys() - set(first.members)))
     reason = (
         f"{proposal.reason}; {len(standbys)} workers join in later rounds, so that no member sends "
         f"the state more than {most:.3g} times"
     )
-    return Proposal(replace(first, standbys=standbys), reason, proposal.refusals)
+    return replace(proposal, assignment=replace(first, standbys=standbys), reason=reason)
+
+
+def _with_shares(state: ControllerState, previous: Assignment, proposal: Proposal) -> Proposal:
+    """The proposal with the shares that are planned for the members, or that they have. Among other
+    members, and under another layout, microbatches are dealt evenly."""
+    new, dealing = proposal.assignment, state.stragglers.dealing
+    if (new.layout, new.members) != (previous.layout, previous.members):
+        return proposal
+    is_planned = dealing.generation == previous.generation
+    shares = dealing.shares if is_planned else previous.shares
+    if not shares:
+        return proposal
+    reason = f"{proposal.reason}; microbatches are dealt by speed"
+    return replace(proposal, assignment=replace(new, shares=shares), reason=reason)
 
 
 def _copies_allowed(state: ControllerState) -> float:
@@ -158,7 +181,7 @@ def _propose(
         generation=state.generation + 1,
         target_layout=state.layouts.target,
         topology=staying,
-        job=known_job(state),
+        job=corrected_job(state),
         memory_bytes=state.membership.least_memory_bytes(),
         snapshots_cover=False,
     )

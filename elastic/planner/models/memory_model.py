@@ -5,7 +5,7 @@ from __future__ import annotations
 from elastic.geometry.layout import Layout
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Capacity, Job
-from elastic.planner.worker_memory import worker_memory
+from elastic.planner.models.worker_memory import worker_memory
 
 
 def worker_bytes(job: Job, layout: Layout) -> int:

@@ -1,0 +1,1 @@
+"""Capacity: which workers the next generation has, and when the run grows."""

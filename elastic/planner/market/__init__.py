@@ -1,0 +1,1 @@
+"""Markets of machines: whether spot or on-demand machines pay."""

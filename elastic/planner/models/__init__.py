@@ -1,0 +1,1 @@
+"""What a layout needs: the memory model and the step-time model."""

@@ -1,0 +1,1 @@
+"""A script's own modules and each worker's copy of them."""
