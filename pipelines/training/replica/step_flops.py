@@ -23,10 +23,10 @@ def count_step_flops(workload: Workload, settings: TrainSettings) -> float | Non
     """The operations of a step's forward and backward passes on all workers together, or None.
 
     torch counts matrix products, convolutions and attention of a sample's forward pass on the meta
-    device: no value is computed. Causal attention counts as if it were whole, and recomputation does not
-    count (Chowdhery et al., PaLM, 2022, appendix B). Where a module cannot run there, as one with
-    experts, the costs of its layers count: causal attention by half. The code of a custom module
-    may not expect the meta device: see `ForwardFlops`.
+    device: no value is computed. Causal attention counts as if it were whole, and recomputation
+    does not count (Chowdhery et al., PaLM, 2022, appendix B). Where a module cannot run there, as
+    one with experts, the costs of its layers count: causal attention by half. The code of a custom
+    module may not expect the meta device: see `ForwardFlops`.
     """
     try:
         module = build_on_meta(workload, settings).eval()
