@@ -4,12 +4,12 @@ API does not suffice; `backends/torch_groups_private.py` has those for process g
 from __future__ import annotations
 
 from collections.abc import Callable
+from importlib import import_module
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
-from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
 from torch.utils.data._utils import worker as data_worker
@@ -83,7 +83,9 @@ def widen_gradient(parameter: Tensor, dtype: torch.dtype) -> None:
     From torch 2.15 on FSDP does, so that a bfloat16 parameter's gradient is not rounded where an
     operation computes it in float32, as that of RMSNorm does. No public name says so.
     """
-    if parameter.requires_grad and hasattr(FSDPParamGroup, "_set_unsharded_grad_dtypes"):
+    # Imported here, since reader processes import this file, and FSDP takes them a second.
+    fsdp = import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
+    if parameter.requires_grad and hasattr(fsdp.FSDPParamGroup, "_set_unsharded_grad_dtypes"):
         parameter.grad_dtype = dtype
 
 
