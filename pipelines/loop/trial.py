@@ -88,9 +88,8 @@ def _why_no_cp(loop: Loop, workload: CustomWorkload) -> str | None:
             engine = _HalvesEngine(workload, module)
             loop.restart_script()
             _bring_to_body(loop, workload)
-            states = generator_states(CPU)
             sums = loop.compute(engine, module)
-            if generator_states(CPU) != states:
+            if engine.draws:
                 return "a pass draws random numbers, as dropout does: each rank would draw others"
         engine.trial.refuse(
             [(part.loss, part.num_tokens) for part in sums],
@@ -124,6 +123,9 @@ class _HalvesEngine:
         self.trial = HalvesTrial(self._batch.value, workload.recipe.sequence)
         self._num_begun = 0
         self._attention = ExitStack()
+        self._generators: list[Any] = []
+        self.draws = False
+        """Whether a forward pass draws random numbers."""
 
     def next(self) -> CustomBatch:
         self._attention.close()
@@ -132,9 +134,11 @@ class _HalvesEngine:
         self._num_begun += 1
         self._attention.enter_context(attention)
         self._is_over = False
+        self._generators = generator_states(CPU)
         return self._batch._replace(value=value)
 
     def forwarded(self, count: Tensor) -> None:
+        self.draws |= generator_states(CPU) != self._generators
         self._attention.close()
         self._attention.enter_context(AttentionRefused())
         self._is_over = True
