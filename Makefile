@@ -25,7 +25,8 @@ test-torch:
 	build/torch-$(TORCH)/bin/pytest -n $(NUM_TEST_WORKERS) --no-loadscope-reorder -m "not soak" \
 		tests/unit tests/properties tests/processes
 
-ci: $(READY) lint docs
+ci: $(READY)
+	$(MAKE) --jobs=2 lint docs
 	ELASTIC_KEEP_SEEDS=1 $(PYTEST) -m "not soak" --durations=0 --durations-min=1 \
 		--junitxml=$(RESULTS)/ci.xml
 
@@ -56,7 +57,7 @@ docs: $(READY)
 
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(BIN)/pip install --quiet --disable-pip-version-check -c constraints.txt -e ".[dev]"
+	$(BIN)/pip install --quiet --no-compile --disable-pip-version-check -c constraints.txt -e ".[dev]"
 	touch $(READY)
 
 clean:

@@ -19,7 +19,7 @@ from pipelines.settings.recipe import Recipe
 
 NUM_SAMPLES, WIDTH = 40, 6
 MAX_NORM = 0.5
-SETTINGS = TrainSettings(batch=12, microbatch=2, steps=24, dtype="float64", seed=3)
+SETTINGS = TrainSettings(batch=12, microbatch=2, steps=40, dtype="float64", seed=3)
 KILLED = (8, 16)
 
 

@@ -9,6 +9,8 @@ import bound_scripts
 import pytest
 from test_script_habits import run_habit
 
+pytestmark = pytest.mark.slow
+
 IN_EACH_RUN = ("evaluates_averages", "trains_in_the_block")
 
 

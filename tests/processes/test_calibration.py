@@ -11,6 +11,8 @@ from in_process_command import RunCommand, in_process
 from elastic.protocol.wire import decode
 from pipelines.plan.calibration import Measured, num_measuring
 
+pytestmark = pytest.mark.slow
+
 SMALL = ("--workers", "2", "--json", "--set", "batch=8")
 
 

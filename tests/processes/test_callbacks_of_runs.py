@@ -23,6 +23,8 @@ from pipelines.run.plan import TrainRequest
 from pipelines.run.recipes import tiny
 from pipelines.settings import CheckpointSettings, DataSettings
 
+pytestmark = pytest.mark.slow
+
 NUM_STEPS = 40
 SETTINGS = tiny().model_copy(
     update={
@@ -142,7 +144,6 @@ def assert_events_follow_their_steps(seen: EverythingSeen) -> None:
             assert record.step <= newest
 
 
-@pytest.mark.slow
 def test_steps_that_a_rollback_undoes_come_again(tmp_path: Path) -> None:
     """The only holder of a shard dies: the run continues from the newest checkpoint."""
     seen = EverythingSeen()
@@ -189,7 +190,6 @@ def test_resumed_run_calls_only_its_new_steps(tmp_path: Path) -> None:
     assert [c.step for c in second.of("checkpoint")] == saved and saved[-1] == NUM_STEPS
 
 
-@pytest.mark.slow
 def test_object_store_that_is_down_for_a_while_loses_no_call(s3_proxy: S3Proxy) -> None:
     """Training continues without storage; the steps come once it answers again."""
     seen = EverythingSeen()
@@ -256,7 +256,6 @@ def test_command_calls_them_with_what_a_script_reports(tmp_path: Path, capsys) -
     assert seen.of("start")[0].settings["steps"] == 5
 
 
-@pytest.mark.slow
 def test_end_of_a_run_that_fails_has_its_reason(tmp_path: Path) -> None:
     seen = EverythingSeen()
     fault = ("raise in worker 0 at step 4",)

@@ -14,6 +14,8 @@ from elastic.geometry.target_layout import TargetLayout
 from elastic.protocol.events import LayoutRequested
 from pipelines.loop.script import script_of
 
+pytestmark = pytest.mark.slow
+
 RESIZE = (18, LayoutRequested("one", TargetLayout.parse("dp=1")))
 
 

@@ -16,6 +16,8 @@ from elastic.protocol.events import WorkerDraining
 from pipelines.settings import ReadingSettings
 from pipelines.training.checkpoint.weights import load_weights
 
+pytestmark = pytest.mark.slow
+
 RECIPE = f"{Path(custom_net.__file__)}:recipe"
 
 
@@ -53,9 +55,9 @@ def assert_equals_plain_loop(run: Outcome) -> None:
     ("layout", "num_workers", "num_readers"),
     [
         ("dp=3", 3, 2),
-        pytest.param("dp=3", 3, 0, marks=pytest.mark.slow),
-        pytest.param("fsdp=3", 3, 0, marks=pytest.mark.slow),
-        pytest.param("dp=2,tp=2", 4, 1, marks=pytest.mark.slow),
+        pytest.param("dp=3", 3, 0),
+        pytest.param("fsdp=3", 3, 0),
+        pytest.param("dp=2,tp=2", 4, 1),
     ],
 )
 def test_custom_model_killed_twice_and_resized_equals_the_plain_loop(

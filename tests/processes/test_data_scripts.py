@@ -28,6 +28,8 @@ from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.script import script_of
 from pipelines.reading.endless import WithReplacement
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("name", list(data_scripts.PLAIN))
 def test_data_have_the_order_of_the_script_through_deaths(name: str, tmp_path: Path) -> None:

@@ -15,6 +15,8 @@ from example_pairs import EXAMPLES, run_after
 from elastic.geometry.sample_order import keyed_seed
 from pipelines.reading.pass_reader import seed_host
 
+pytestmark = pytest.mark.slow
+
 NAME = "nano_gpt"
 
 

@@ -13,6 +13,8 @@ from test_script_habits import run_habit
 
 from pipelines.loop.script import script_of
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("layout", ["dp=2,fsdp=2", "dp=3"])
 def test_kept_objects_are_those_of_a_plain_loop_through_deaths(layout: str, tmp_path: Path) -> None:

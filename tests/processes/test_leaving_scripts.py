@@ -11,6 +11,8 @@ import script_habits
 import torch
 from test_script_habits import run_habit
 
+pytestmark = pytest.mark.slow
+
 run_leaving = partial(run_habit, module=leaving_scripts)
 
 

@@ -9,6 +9,8 @@ import pytest
 import torch
 from test_script_habits import run_habit
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize(
     ("layout", "name"),

@@ -24,6 +24,8 @@ from pipelines.reading.pass_reader import PassReader, Request
 from pipelines.reading.readers import Readers
 from pipelines.settings import ReadingSettings
 
+pytestmark = pytest.mark.slow
+
 
 def never() -> None:
     """The `interrupt` that never raises."""

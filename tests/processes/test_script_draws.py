@@ -14,6 +14,8 @@ from run_checks import assert_no_step_repeated
 
 from pipelines.loop.script import script_of
 
+pytestmark = pytest.mark.slow
+
 
 def test_draws_are_those_of_the_step_on_every_worker(tmp_path: Path) -> None:
     """Workers have different numbers of microbatches, and two die in the body of a step. Both the

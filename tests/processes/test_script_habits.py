@@ -16,6 +16,8 @@ from run_checks import assert_no_step_repeated
 from elastic.geometry.layout import Layout
 from pipelines.loop.script import script_of
 
+pytestmark = pytest.mark.slow
+
 
 def run_habit(
     folder: Path,

@@ -21,6 +21,8 @@ from pipelines.loop.script import script_of
 from pipelines.run.job import job_of
 from pipelines.run.program import TrainingProgram
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("name", ["begins_late", "of_signs"])
 def test_state_that_does_not_begin_with_zeros_is_sharded(name: str, tmp_path: Path) -> None:

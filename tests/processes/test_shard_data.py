@@ -9,6 +9,8 @@ import pytest
 import shard_scripts
 from test_script_habits import run_habit
 
+pytestmark = pytest.mark.slow
+
 
 def test_losses_equal_those_of_samples_in_memory_through_deaths_and_a_reshard(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -8,6 +8,8 @@ from pathlib import Path
 import pytest
 from example_pairs import output_before, run_after
 
+pytestmark = pytest.mark.slow
+
 NAME = "muon_stream"
 LINE = re.compile(r"step (\d+): loss ([\d.]+), accuracy ([\d.]+)")
 

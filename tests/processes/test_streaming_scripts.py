@@ -8,6 +8,8 @@ import pytest
 import streaming_scripts
 from test_script_habits import run_habit
 
+pytestmark = pytest.mark.slow
+
 
 @pytest.mark.parametrize("name", ["texts", "texts_by_readers"])
 def test_stream_is_trained_on_as_by_a_plain_loop(name: str, tmp_path: Path) -> None:

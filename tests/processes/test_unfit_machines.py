@@ -12,6 +12,8 @@ from pipelines.run.fault_sentences import parse_faults
 from pipelines.run.recipes import tiny
 from pipelines.settings import DataSettings, HealthSettings
 
+pytestmark = pytest.mark.slow
+
 SETTINGS = tiny().model_copy(
     update={
         "data": DataSettings(source="random", seq_len=16),
@@ -112,7 +114,6 @@ def test_healthy_machines_are_left_alone(undisturbed: Outcome) -> None:
     assert len(machines) == 3 and all(m["product_s"] > 0 and m["port"] > 0 for m in machines)
 
 
-@pytest.mark.slow
 def test_check_of_the_site_refuses_a_run_whose_machines_all_fail(tmp_path: Path) -> None:
     few = {"restart_backoff_s": 0.1, "max_start_failures": 1}
     run = train(tmp_path, check="refusing_site:check", **few)

@@ -11,6 +11,8 @@ from expected import expected
 from test_layouts import DENSE, MIXED, NUM_STEPS, Case, train_cases, with_settings
 from test_replica import Trained
 
+pytestmark = pytest.mark.slow
+
 LAYOUTS = {
     "pp=2": DENSE,
     "pp=2,vp=2,fsdp=2,zero=2": DENSE,
