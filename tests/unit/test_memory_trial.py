@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from pipelines.run.program import make_workload
 from pipelines.run.recipes import tiny
 from pipelines.settings import DataSettings, TrainSettings
+from pipelines.training.replica import memory_trial
 from pipelines.training.replica.gpu_memory import KeptAsOnGpu
 from pipelines.training.replica.memory_trial import LiveBytes, pass_memory_of
 from pipelines.training.workload.parallel_groups import ALONE
@@ -108,3 +109,23 @@ def test_a_trial_for_a_gpu_keeps_less() -> None:
     on_cpu = pass_memory_of(make_workload(bfloat16), bfloat16)
     on_gpu = pass_memory_of(make_workload(bfloat16), bfloat16, on_gpu=True)
     assert 0.5 * on_cpu.blocks_bytes < on_gpu.blocks_bytes < 0.9 * on_cpu.blocks_bytes
+
+
+@pytest.mark.parametrize(
+    ("changes", "tp", "on_gpu"),
+    [
+        ({}, 1, False),
+        ({"activation_checkpointing": "full"}, 2, False),
+        ({"activation_checkpointing": "selective", "dtype": "bfloat16"}, 1, True),
+    ],
+)
+def test_few_layers_tell_what_a_deep_model_keeps(
+    changes: dict[str, object], tp: int, on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The model is narrow, so that in the second case the peak is at the end of backward."""
+    deep = SETTINGS.model_copy(
+        update={"model": SETTINGS.model.model_copy(update={"num_layers": 11}), **changes}
+    )
+    by_few = pass_memory_of(make_workload(deep), deep, tp, on_gpu)
+    monkeypatch.setattr(memory_trial, "measure_depth", lambda workload, measure: measure(workload))
+    assert by_few == pass_memory_of(make_workload(deep), deep, tp, on_gpu)

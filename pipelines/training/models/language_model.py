@@ -41,6 +41,11 @@ class LanguageModelWorkload(NextToken):
         super().__init__(settings.vocab_size, train, held_out, dtype)
         self.settings = settings
 
+    def with_layers(self, num_layers: int) -> LanguageModelWorkload:
+        """The same with another number of layers."""
+        settings = self.settings.model_copy(update={"num_layers": num_layers})
+        return LanguageModelWorkload(settings, self.train, self.held_out, self.dtype)
+
     def module(self, parallel: ParallelGroups = ALONE) -> nn.Module:
         return Transformer(self.settings, parallel)
 

@@ -7,10 +7,12 @@ input. The kernels of GPUs keep the input and one number a row, and a mask of by
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -30,6 +32,18 @@ class KeptAsOnGpu(TorchFunctionMode):
         if func in DROPOUTS:
             return _dropout(*args, **kwargs)
         return func(*args, **kwargs)
+
+
+def keep_as_on_gpu(blocks: Iterable[nn.Module]) -> None:
+    """Use `KeptAsOnGpu` in these modules, also when backward computes one again: no mode of the
+    forward is active there."""
+    for block in blocks:
+        block.forward = partial(_forward_as_on_gpu, block.forward)
+
+
+def _forward_as_on_gpu(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    with KeptAsOnGpu():
+        return forward(*args, **kwargs)
 
 
 def _norm(

@@ -16,7 +16,8 @@ from actors.distributed.torch_private import FakeTensorMode, TorchDispatchMode, 
 from elastic.geometry.training_job import PassMemory
 from pipelines.settings import TrainSettings
 from pipelines.training.passes.passes import loss_context
-from pipelines.training.replica.gpu_memory import KeptAsOnGpu
+from pipelines.training.replica.depth import Measured, measure_depth
+from pipelines.training.replica.gpu_memory import KeptAsOnGpu, keep_as_on_gpu
 from pipelines.training.sharding.parallelize import parallelize_module
 from pipelines.training.sharding.sharded import as_distributed, assign, local_tensor
 from pipelines.training.workload.parallel_groups import ALONE, ParallelGroups
@@ -69,14 +70,20 @@ class LiveBytes(TorchDispatchMode):
         self.now -= self.sizes.pop(key)
 
 
+PHASES = ("loss", "first", "middle", "end", "last")
+"""Forward and loss, then the backward of the last block, of those before it, of the second one, and
+of the first with what is before that."""
+
+
 class _PassBytes(LiveBytes):
-    """Also notes the peak of each phase of a pass, without the gradients of parameters."""
+    """Also notes the peak of each phase of a pass, with and without the gradients of parameters."""
 
     def __init__(self, module: nn.Module) -> None:
         super().__init__([*module.parameters(), *module.buffers()])
         self.gradients: dict[int, int] = {}
         self.phase = "loss"
-        self.peaks = {"loss": 0, "blocks": 0, "last": 0}
+        self.peaks = dict.fromkeys(PHASES, 0)
+        self.peaks_without = dict.fromkeys(PHASES, 0)
         for parameter in module.parameters():
             if parameter.requires_grad:
                 parameter.register_post_accumulate_grad_hook(self._take)
@@ -84,7 +91,8 @@ class _PassBytes(LiveBytes):
     def measure(self) -> None:
         super().measure()
         without = self.now - sum(self.gradients.values())
-        self.peaks[self.phase] = max(self.peaks[self.phase], without)
+        self.peaks[self.phase] = max(self.peaks[self.phase], self.now)
+        self.peaks_without[self.phase] = max(self.peaks_without[self.phase], without)
 
     def _take(self, parameter: Tensor) -> None:
         assert parameter.grad is not None
@@ -105,25 +113,47 @@ def pass_memory_of(
     with _tp_mesh(tp) as mesh:
         seq_len = workload.seq_len
         parallel = ParallelGroups(seq_len, tp=mesh, num_tp=tp) if mesh is not None else ALONE
-        module = build_on_meta(workload, settings, parallel)
-        parallelize_module(module, workload, parallel, settings)
-        fake = FakeTensorMode(allow_non_fake_inputs=True)
-        with fake:
-            _give_storages(module, settings)
-        fed = workload.feed(workload.empty(settings.microbatch), HOST, parallel, PADDING)
-        with loss_context(parallel), KeptAsOnGpu() if on_gpu else nullcontext():
-            return _count(workload, module, _without_values(fed, fake), parallel)
+        seen = measure_depth(
+            workload, lambda model: measure_pass(model, settings, parallel, on_gpu)
+        )
+    of_blocks = max(seen[f"{phase} without"] for phase in ("first", "middle", "end"))
+    peak = max(seen[phase] for phase in PHASES)
+    return PassMemory(
+        tp,
+        seen["in blocks"],
+        max(0, seen["kept"] - seen["in blocks"]),
+        max(0, seen["loss without"] - seen["kept"]),
+        max(0, of_blocks - seen["kept"]),
+        max(seen["last without"], peak - seen["gradients"], 0),
+        seen["operations"],
+    )
 
 
-def _count(workload: Workload, module: nn.Module, fed: Any, parallel: ParallelGroups) -> PassMemory:
+def measure_pass(
+    workload: Workload, settings: TrainSettings, parallel: ParallelGroups, on_gpu: bool
+) -> Measured:
+    """The bytes that a forward keeps, in blocks and in all, those of gradients, the peaks of each
+    phase, and the number of operations."""
+    module = build_on_meta(workload, settings, parallel)
+    if on_gpu:
+        keep_as_on_gpu(workload.blocks(module))
+    parallelize_module(module, workload, parallel, settings)
+    fake = FakeTensorMode(allow_non_fake_inputs=True)
+    with fake:
+        _give_storages(module, settings)
+    fed = workload.feed(workload.empty(settings.microbatch), HOST, parallel, PADDING)
+    with loss_context(parallel), KeptAsOnGpu() if on_gpu else nullcontext():
+        return _count(workload, module, _without_values(fed, fake), parallel)
+
+
+def _count(workload: Workload, module: nn.Module, fed: Any, parallel: ParallelGroups) -> Measured:
     blocks = workload.blocks(module)
     live = _PassBytes(module)
     begins, ends = [], []
     for number, block in enumerate(blocks):
         block.register_forward_pre_hook(lambda *_: begins.append(live.now))
         block.register_forward_hook(lambda *_: ends.append(live.now))
-        if number in (0, len(blocks) - 1):
-            phase = "last" if number == 0 else "blocks"
+        if (phase := _phase_of(number, len(blocks))) is not None:
             block.register_forward_hook(_phase_hook(live, phase))
     with live:
         for tensor in tensors_in(fed):
@@ -131,17 +161,20 @@ def _count(workload: Workload, module: nn.Module, fed: Any, parallel: ParallelGr
         loss = workload.losses(module, fed, parallel).loss
         kept = live.now
         loss.backward()
-    total = sum(live.gradients.values())
-    in_blocks = _in_blocks(begins, ends)
-    return PassMemory(
-        parallel.num_tp,
-        in_blocks,
-        max(0, kept - in_blocks),
-        max(0, live.peaks["loss"] - kept),
-        max(0, live.peaks["blocks"] - kept),
-        max(live.peaks["last"], live.peak - total, 0),
-        live.num_operations,
-    )
+    return {
+        "in blocks": _in_blocks(begins, ends),
+        "kept": kept,
+        "gradients": sum(live.gradients.values()),
+        "operations": live.num_operations,
+        **live.peaks,
+        **{f"{phase} without": peak for phase, peak in live.peaks_without.items()},
+    }
+
+
+def _phase_of(number: int, num_blocks: int) -> str | None:
+    """The phase that begins with the backward of a block."""
+    begin = {num_blocks - 2: "middle", 1: "end", num_blocks - 1: "first", 0: "last"}
+    return begin.get(number)
 
 
 def _in_blocks(begins: Sequence[int], ends: Sequence[int]) -> int:

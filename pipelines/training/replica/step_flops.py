@@ -11,6 +11,7 @@ from torch.utils.hooks import RemovableHandle
 
 from elastic.planner.devices import device_of
 from pipelines.settings import TrainSettings
+from pipelines.training.replica.depth import Measured, measure_depth
 from pipelines.training.workload.parallel_groups import ALONE
 from pipelines.training.workload.state import build_on_meta
 from pipelines.training.workload.workload import PADDING, Workload
@@ -28,12 +29,16 @@ def count_step_flops(workload: Workload, settings: TrainSettings) -> float | Non
     one with experts, the costs of its layers count: causal attention by half. The code of a custom
     module may not expect the meta device: see `ForwardFlops`.
     """
-    try:
+
+    def measure(workload: Workload) -> Measured:
         module = build_on_meta(workload, settings).eval()
         fed = workload.feed(workload.empty(1), torch.device("meta"), ALONE, PADDING)
         with FlopCounterMode(display=False) as counter, torch.no_grad():
             workload.losses(module, fed, ALONE)
-        flops = counter.get_total_flops()
+        return {"flops": counter.get_total_flops()}
+
+    try:
+        flops = measure_depth(workload, measure)["flops"]
     except Exception:  # any kernel may refuse meta tensors in its own way
         products = sum(layer.cost for layer in workload.shape().layers)
         flops = 2 * products * workload.seq_len
