@@ -32,6 +32,7 @@ from pipelines.hugging_face.building import (
     output_embedding,
     text_config,
 )
+from pipelines.hugging_face.equal_blocks import number_of_equal_blocks, with_number
 from pipelines.hugging_face.placeholders import Placeholder
 from pipelines.hugging_face.routing.router_loss import RoutedLogits, has_router_loss, routed_logits
 from pipelines.settings import HuggingFaceSettings, LoraSettings
@@ -84,6 +85,7 @@ class CausalLMWorkload(NextToken):
         assert head is not None, "a causal language model has a head"
         super().__init__(head.get_parameter("weight").shape[0], train, held_out, dtype)
         self.cuts_head = self.anatomy.is_head_cut
+        self.num_alike = number_of_equal_blocks(self.example, settings.config, self.anatomy.blocks)
         self.block_seeds = self._block_seeds()
         self._refuse_unfit_data()
 
@@ -111,6 +113,10 @@ class CausalLMWorkload(NextToken):
         if has_router_loss(self.example):
             return "the load-balancing loss of the routers is that of a microbatch"
         return None
+
+    def with_blocks(self, number: int) -> CausalLMWorkload:
+        settings = HuggingFaceSettings(config=with_number(self.settings.config, number))
+        return CausalLMWorkload(settings, self.train, self.held_out, self.dtype, self.lora)
 
     def module(self, parallel: ParallelGroups = ALONE) -> nn.Module:
         if parallel.cp is not None:

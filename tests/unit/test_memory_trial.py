@@ -8,9 +8,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from pipelines.hugging_face.causal_lm import TINY
 from pipelines.run.program import make_workload
 from pipelines.run.recipes import tiny
-from pipelines.settings import DataSettings, TrainSettings
+from pipelines.settings import DataSettings, HuggingFaceSettings, TrainSettings, TransformerSettings
 from pipelines.training.replica import memory_trial
 from pipelines.training.replica.gpu_memory import KeptAsOnGpu
 from pipelines.training.replica.memory_trial import LiveBytes, pass_memory_of
@@ -19,6 +20,11 @@ from pipelines.training.workload.workload import PADDING
 
 SETTINGS = tiny().model_copy(
     update={"data": DataSettings(source="random", seq_len=32), "microbatch": 4}
+)
+NUM_LAYERS = 11
+DEEP = SETTINGS.model.model_copy(update={"num_layers": NUM_LAYERS})
+LLAMA = HuggingFaceSettings(
+    config={**TINY, "num_hidden_layers": NUM_LAYERS, "vocab_size": 128, "hidden_size": 32}
 )
 
 
@@ -112,20 +118,31 @@ def test_a_trial_for_a_gpu_keeps_less() -> None:
 
 
 @pytest.mark.parametrize(
-    ("changes", "tp", "on_gpu"),
+    ("model", "changes", "tp", "on_gpu"),
     [
-        ({}, 1, False),
-        ({"activation_checkpointing": "full"}, 2, False),
-        ({"activation_checkpointing": "selective", "dtype": "bfloat16"}, 1, True),
+        (DEEP, {}, 1, False),
+        (DEEP, {"activation_checkpointing": "full"}, 2, False),
+        (DEEP, {"activation_checkpointing": "selective", "dtype": "bfloat16"}, 1, True),
+        (LLAMA, {"activation_checkpointing": "full", "dtype": "bfloat16"}, 1, True),
     ],
 )
 def test_few_layers_tell_what_a_deep_model_keeps(
-    changes: dict[str, object], tp: int, on_gpu: bool, monkeypatch: pytest.MonkeyPatch
+    model: TransformerSettings | HuggingFaceSettings,
+    changes: dict[str, object],
+    tp: int,
+    on_gpu: bool,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The model is narrow, so that in the second case the peak is at the end of backward."""
-    deep = SETTINGS.model_copy(
-        update={"model": SETTINGS.model.model_copy(update={"num_layers": 11}), **changes}
-    )
+    """The models are narrow, so that in the second case the peak is at the end of backward."""
+    deep = SETTINGS.model_copy(update={"model": model, **changes})
+    assert make_workload(deep).num_alike == NUM_LAYERS
     by_few = pass_memory_of(make_workload(deep), deep, tp, on_gpu)
     monkeypatch.setattr(memory_trial, "measure_depth", lambda workload, measure: measure(workload))
     assert by_few == pass_memory_of(make_workload(deep), deep, tp, on_gpu)
+
+
+def test_layers_of_two_kinds_are_all_measured() -> None:
+    kinds = ["sliding_attention", "full_attention"] * 6
+    config = {**TINY, "model_type": "qwen2", "num_hidden_layers": 12, "layer_types": kinds}
+    mixed = SETTINGS.model_copy(update={"model": HuggingFaceSettings(config=config)})
+    assert make_workload(mixed).num_alike == 0

@@ -40,10 +40,10 @@ class LanguageModelWorkload(NextToken):
             )
         super().__init__(settings.vocab_size, train, held_out, dtype)
         self.settings = settings
+        self.num_alike = settings.num_layers
 
-    def with_layers(self, num_layers: int) -> LanguageModelWorkload:
-        """The same with another number of layers."""
-        settings = self.settings.model_copy(update={"num_layers": num_layers})
+    def with_blocks(self, number: int) -> LanguageModelWorkload:
+        settings = self.settings.model_copy(update={"num_layers": number})
         return LanguageModelWorkload(settings, self.train, self.held_out, self.dtype)
 
     def module(self, parallel: ParallelGroups = ALONE) -> nn.Module:

@@ -23,6 +23,7 @@ from pipelines.training.workload.workload import (
     Metric,
     ModuleInputs,
     SeededSamples,
+    Workload,
     nothing,
     output_losses,
     samples_in,
@@ -42,6 +43,8 @@ class NextToken:
     custom_loss: CustomLoss | None = None
     divides_draws = False
     whole_parameters: Collection[str] = ()
+    num_alike = 0
+    """The number of blocks if these are all alike; 0: they may differ."""
 
     @property
     def why_unmergeable(self) -> str | None:
@@ -63,6 +66,10 @@ class NextToken:
         self.metrics: dict[str, Metric] = {}
         self.has_constant_size = False
         self.num_held_out = held_out.num_samples if held_out else 0
+
+    def with_blocks(self, number: int) -> Workload:
+        """The same model with this many blocks; only if all are alike."""
+        raise NotImplementedError
 
     def reach(self) -> None:
         for split in filter(None, (self.train, self.held_out)):
