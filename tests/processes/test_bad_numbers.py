@@ -240,7 +240,11 @@ def test_replicas_stay_equal_bit_for_bit(dtype: str, tmp_path: Path) -> None:
     )
     assert run.stopped.outcome == "completed"
     audits = run.lines_of("Audited")
-    assert len(audits) >= 40 and not any(line["splits"] for line in audits)
+    layouts = {line["generation"]: Layout.parse(line["layout"]) for line in run.lines_of("Resume")}
+    num_replicated = sum(layouts[line["generation"]].dp > 1 for line in run.metrics)
+    assert num_replicated > 20, "until the new worker joins there may be no replicas"
+    assert len(audits) >= num_replicated - len(layouts)
+    assert not any(line["splits"] for line in audits)
     assert not run.lines_of("Warned")
 
 
