@@ -126,7 +126,7 @@ def test_a_trial_for_a_gpu_keeps_less() -> None:
         (LLAMA, {"activation_checkpointing": "full", "dtype": "bfloat16"}, 1, True),
     ],
 )
-def test_few_layers_tell_what_a_deep_model_keeps(
+def test_few_layers_suffice_for_a_deep_model(
     model: TransformerSettings | HuggingFaceSettings,
     changes: dict[str, object],
     tp: int,

@@ -1,4 +1,4 @@
-"""Trials of deep models: where all blocks are alike, two models with few blocks tell the rest."""
+"""Trials of deep models: where all blocks are alike, two models with few blocks suffice."""
 
 from __future__ import annotations
 
