@@ -2,8 +2,8 @@
 there is time.
 
 `ELASTIC_TESTS_END` is the time, in seconds since 1970, from which no further test marked `slow`
-begins. Files begin at another place of the alphabet with each commit, so that it is not always the
-same ones for which no time is left.
+begins; those come last. Files begin at another place of the alphabet with each commit, so that it is
+not always the same ones for which no time is left.
 """
 
 from __future__ import annotations
@@ -37,13 +37,14 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         elif is_whole and case.partition("[")[0] in tests:
             raise pytest.UsageError(f"{CASES.name}: {case} is no case of its test")
     first = chr(ord("a") + base() // 1_000_000 % 26)
-    items.sort(key=lambda item: _place(item.path, first))
+    items.sort(key=lambda item: _place(item, first))
 
 
-def _place(path: Path, first: str) -> tuple[str, bool, str]:
-    """Within each folder the files from the letter `first` on come first."""
-    name = path.stem.removeprefix("test_")
-    return str(path.parent), name < first, name
+def _place(item: pytest.Item, first: str) -> tuple[str, bool, bool, str]:
+    """Within each folder slow tests come last, and files from the letter `first` on first."""
+    name = item.path.stem.removeprefix("test_")
+    is_slow = item.get_closest_marker("slow") is not None
+    return str(item.path.parent), is_slow, name < first, name
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

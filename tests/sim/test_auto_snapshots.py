@@ -12,6 +12,8 @@ from sim.simulation import simulate
 
 from elastic.reshard.snapshot_interval import AUTO_EVERY
 
+pytestmark = pytest.mark.slow
+
 NUM_SEEDS = 100
 
 

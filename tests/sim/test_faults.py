@@ -37,6 +37,8 @@ from elastic.protocol.events import Checkpointed
 from elastic.protocol.notes import RolledBack
 from elastic.protocol.step_records import NUM_KEPT_RECORDS
 
+pytestmark = pytest.mark.slow
+
 NUM_SEEDS = 240
 NUM_SEEDS_LAYOUT_REQUESTS = 100
 NUM_SEEDS_SNAPSHOTS = 60

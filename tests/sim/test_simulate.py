@@ -15,6 +15,8 @@ from pipelines.simulation.outcome import SystemOutcome, outcome_of
 from pipelines.simulation.plan import plan_run
 from pipelines.simulation.request import SimulateRequest
 
+pytestmark = pytest.mark.slow
+
 STEADY = "time,node,event\n0,a,add\n0,b,add\n0,c,add\n0,d,add\n"
 TRACE = STEADY + "600,b,remove\n900,b,add\n1200,a,remove\n1200,c,remove\n1800,a,add\n3600,e,add\n"
 FACTS = ("step_s=1", "warm_up_s=10", "detect_s=4")

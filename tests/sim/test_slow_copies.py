@@ -10,6 +10,8 @@ from sim.fresh_seeds import FreshSeeds
 from sim.scenario import Scenario, drawn_with_parities, drawn_with_snapshots
 from sim.simulation import simulate
 
+pytestmark = pytest.mark.slow
+
 NUM_SEEDS = 30
 
 

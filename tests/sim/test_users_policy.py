@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from itertools import count
 
+import pytest
 from sim.scenario import drawn_under_load
 from sim.simulation import simulate
 
 from elastic.protocol.commands import Abort, Form, StopWorker
 from pipelines.run.options import policy_of
 from pipelines.settings import TrainSettings
+
+pytestmark = pytest.mark.slow
 
 NUM_RECOVERIES = 500
 FAULTY = ("freeze", "hang", "kill and report late")

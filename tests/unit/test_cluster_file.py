@@ -14,6 +14,8 @@ from ray.autoscaler._private.util import prepare_config, validate_config
 
 from actors.ray_backend.cluster.resources import PREFIX
 
+pytestmark = pytest.mark.slow
+
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"
 
@@ -49,7 +51,6 @@ def test_each_gpu_type_prefers_spot_over_on_demand() -> None:
         assert f"{accelerator.removeprefix(PREFIX)}" in (DOCS / "cluster.md").read_text()
 
 
-@pytest.mark.slow
 def test_setup_command_installs_the_copied_sources(tmp_path: Path) -> None:
     """The setup command runs in a new virtual environment; the dependencies come from this one."""
     cluster = yaml.safe_load((ROOT / "cluster.yaml").read_text())

@@ -23,6 +23,8 @@ from pipelines.run.plan import TrainRequest
 from pipelines.settings import TrainSettings
 from pipelines.settings.overrides import override
 
+pytestmark = pytest.mark.slow
+
 PAGE = ROOT / "docs" / "from-deepspeed.md"
 PUBLISHED: dict[str, Any] = {
     "train_batch_size": 64,
@@ -358,7 +360,6 @@ def test_elastic_train_accepts_the_arguments(
     assert "fsdp=8,zero=2" in capsys.readouterr().out
 
 
-@pytest.mark.slow
 def test_published_configuration_trains(tmp_path: Path) -> None:
     """`elastic train tiny $(elastic convert ds_config.json)`, in this process, on one worker."""
     changes = changes_of(convert_values(tmp_path, PUBLISHED))

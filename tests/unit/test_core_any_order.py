@@ -49,6 +49,8 @@ from elastic.protocol.phases import Aborting, Ended, Forming, Pausing, Reshardin
 from elastic.protocol.votes import StepRecord, Vote
 from elastic.protocol.wire import encode
 
+pytestmark = pytest.mark.slow
+
 NUM_EVENTS = 300
 
 

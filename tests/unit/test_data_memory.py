@@ -8,6 +8,8 @@ from pathlib import Path
 import pyarrow as pa
 import pyarrow.parquet as pq
 
+pytestmark = pytest.mark.slow
+
 PROGRAM = """
 import sys
 from pathlib import Path

@@ -23,6 +23,8 @@ from pipelines.cli import main
 from pipelines.run.in_process import train_in_process
 from pipelines.run.plan import TrainRequest
 
+pytestmark = pytest.mark.slow
+
 PATIENCE_S = 120.0
 NEED_A_CHECKPOINT = ("export", "doctor")
 """Commands about a run that read its checkpoints; `status` and `logs` read only its lines."""

@@ -22,6 +22,8 @@ from pipelines.cli import main
 from pipelines.run.in_process import train_in_process
 from pipelines.run.plan import TrainRequest
 
+pytestmark = pytest.mark.slow
+
 LANGUAGES = {
     "": "command lines",
     "json": "an example of a line of a file",

@@ -34,6 +34,8 @@ from pipelines.run.refusals import BUILT_IN
 from pipelines.run.sweep import SweepRequest, trials_of
 from pipelines.settings.settings import RESUMABLE_SETTINGS
 
+pytestmark = pytest.mark.slow
+
 NUM_EXAMPLES = int(os.environ.get("FUZZ_EXAMPLES", "150"))
 MAX_S = 3.0
 """Processor time of this process, so that other processes do not count."""

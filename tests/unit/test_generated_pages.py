@@ -7,9 +7,13 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from elastic.protocol.phases import TRANSITIONS
 from pipelines.settings.setting import entries_of
 from pipelines.settings.settings import RESUMABLE_SETTINGS, TrainSettings
+
+pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[2]
 DOCS = ROOT / "docs"

@@ -25,6 +25,8 @@ from actors.storage.errors import UnhealthyMachine
 from elastic.geometry.machine_report import MachineReport, Peer
 from elastic.geometry.topology import Place
 
+pytestmark = pytest.mark.slow
+
 CPU = torch.device("cpu")
 HOST = "127.0.0.1"
 SECRET = b"secret of this test"

@@ -14,6 +14,8 @@ from pipelines.run.recipes import load
 from pipelines.run.refusals import give_words
 from pipelines.settings.script_file import ScriptFile, run_file
 
+pytestmark = pytest.mark.slow
+
 SCRIPT = """
 import argparse, threading
 import torch

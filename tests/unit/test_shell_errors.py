@@ -29,6 +29,8 @@ from elastic.protocol.commands import Command, Stopped
 from elastic.protocol.events import Event, LayoutRequested, Paused, WorkerRaised
 from elastic.protocol.votes import StepRecord
 
+pytestmark = pytest.mark.slow
+
 KINDS = sorted({kind.__name__ for kind in get_args(Event)} - {"ControllerRaised"})
 COMMANDS = sorted(kind.__name__ for kind in get_args(Command))
 
