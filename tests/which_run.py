@@ -2,8 +2,8 @@
 there is time.
 
 `ELASTIC_TESTS_END` is the time, in seconds since 1970, from which no further test marked `slow`
-begins; those come last. Files begin at another place of the alphabet with each commit, so that it is
-not always the same ones for which no time is left.
+begins; those come last. Files begin at another letter of the alphabet with each commit, so that it
+is not always the same ones for which no time is left.
 """
 
 from __future__ import annotations
