@@ -150,9 +150,10 @@ def test_an_embedding_cannot_be_sharded_by_columns() -> None:
 
 def test_plans_of_several_models_of_a_loop_are_one_plan() -> None:
     plans = TensorPlans()
-    plans.add({"up": "colwise"}, 4, model=1, num_models=1)
-    plans.add({"layers.*": "rowwise"}, 6, model=0, num_models=1)
+    plans.add({"up": "colwise"}, 4, ["moe.experts"], model=1, num_models=1)
+    plans.add({"layers.*": "rowwise"}, 6, [], model=0, num_models=1)
     assert plans.joined(2) == ({"1.up": "colwise", "0.layers.*": "rowwise"}, 2)
+    assert plans.experts(2) == ["1.moe.experts"]
     assert TensorPlans().joined(1) == ({}, None)
     with pytest.raises(LoopMisused, match="a plan with 2 models"):
-        plans.add({"up": "colwise"}, None, model=0, num_models=2)
+        plans.add({"up": "colwise"}, None, [], model=0, num_models=2)
