@@ -36,7 +36,13 @@ START = multiprocessing.get_context("forkserver")
 """Children are forked from a server that has imported torch and the program, but has formed no
 groups: they start in a fraction of a second."""
 
-PRELOADED = "actors.local.preloaded"
+PRELOADED = (
+    "actors.worker.worker",
+    "torch.distributed.pipelining",
+    "numpy.ma",
+    "encodings.idna",
+    "actors.local.preloaded",  # last, as it exempts all that is imported from garbage collections
+)
 HOST = "127.0.0.1"
 NODE = "this-machine"
 
@@ -67,7 +73,7 @@ class ProcessFleet:
     ) -> None:
         """`node_of` assigns workers to simulated nodes. A worker whose node is quarantined goes to
         another node that has workers, or waits."""
-        START.set_forkserver_preload([program.target.partition(":")[0], PRELOADED])
+        START.set_forkserver_preload([program.target.partition(":")[0], *PRELOADED])
         self._host = listen_address(options.network, HOST)
         self._program = program
         self._options = options

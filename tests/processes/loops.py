@@ -12,14 +12,26 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, TensorDataset, default_collate
 
+from elastic.geometry.model_limits import Limits
 from elastic.geometry.sample_order import microbatch_seed, sample_of
 from pipelines.loop import Run, Step
+from pipelines.loop.script import script_of
+from pipelines.run.custom_plan import refuse_unfit_recipe
+from pipelines.run.program import TrainingProgram
 from pipelines.training.workload.seeds import forward_seed
 
 FOLDER = "LOOP_FOLDER"
 NUM_STEPS, NUM_MICROBATCHES, MICROBATCH = 24, 6, 4
 KILLED = (8, 16)
 """A worker dies in a forward pass of the first step, and in a backward pass of the second."""
+
+
+def limits_of_loop(function: Callable[..., None]) -> Limits:
+    """The limits that are known of a loop's model before its run, which tries out its body."""
+    script = script_of(function)
+    program = TrainingProgram(script.settings.model_dump(mode="json"), device="cpu", recipe=script)
+    refuse_unfit_recipe(program, tries_body=True)
+    return program.workload.limits()
 
 
 class Net(nn.Module):

@@ -9,7 +9,7 @@ from pathlib import Path
 import custom_mixture
 import pytest
 from harness import run_in_processes
-from loops import FOLDER
+from loops import FOLDER, limits_of_loop
 
 from actors.runtime.fault_spec import Fault
 from elastic.geometry.layout import Layout
@@ -17,8 +17,6 @@ from elastic.geometry.target_layout import TargetLayout
 from elastic.protocol.events import LayoutRequested
 from pipelines.errors import UserError
 from pipelines.loop.script import script_of
-from pipelines.run.custom_plan import refuse_unfit_recipe
-from pipelines.run.program import TrainingProgram
 from pipelines.training.custom.custom_workload import CustomWorkload
 
 
@@ -73,11 +71,8 @@ def test_experts_of_a_loop_are_dealt_to_ranks_through_a_death_and_a_reshard(
     ],
 )
 def test_experts_of_a_loop_are_tried_out_in_parts(kind: type, message: str | None) -> None:
-    script = script_of(partial(custom_mixture.train, kind=kind))
-    settings = script.settings.model_dump(mode="json")
-    program = TrainingProgram(settings, device="cpu", recipe=script)
-    refuse_unfit_recipe(program, tries_body=True)
-    reason = program.workload.limits().refusal(Layout(fsdp=2, ep=2))
+    limits = limits_of_loop(partial(custom_mixture.train, kind=kind))
+    reason = limits.refusal(Layout(fsdp=2, ep=2))
     assert reason is None if message is None else message in str(reason)
 
 

@@ -14,13 +14,11 @@ import pytest
 import torch
 from custom_decoder import SETTINGS
 from harness import run_in_processes
-from loops import FOLDER
+from loops import FOLDER, limits_of_loop
 
 from elastic.geometry.target_layout import TargetLayout
 from elastic.protocol.events import LayoutRequested, WorkerDraining
 from pipelines.loop.script import script_of
-from pipelines.run.custom_plan import refuse_unfit_recipe
-from pipelines.run.program import TrainingProgram
 from pipelines.training.custom.custom_workload import CustomWorkload
 
 
@@ -102,11 +100,8 @@ def test_cut_sequences_of_a_loop_train_as_one_process_through_a_death_and_a_resh
 def test_a_loop_is_tried_out_with_cut_sequences(
     options: dict[str, Any], message: str | None
 ) -> None:
-    script = script_of(partial(custom_decoder.train, **options))
-    settings = script.settings.model_dump(mode="json")
-    program = TrainingProgram(settings, device="cpu", recipe=script)
-    refuse_unfit_recipe(program, tries_body=True)
-    reason = dict(program.workload.limits().refused).get("cp")
+    limits = limits_of_loop(partial(custom_decoder.train, **options))
+    reason = dict(limits.refused).get("cp")
     assert reason is None if message is None else message in (reason or "")
     assert "\n" not in (reason or "")
 

@@ -9,6 +9,8 @@ against its node; so is one whose program fails to build while those of the memb
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 from elastic.duties.membership import forget, note_change
 from elastic.duties.quarantine import blame
 from elastic.duties.recovery import find_live_state
@@ -44,9 +46,13 @@ def defer_or_stop(state: ControllerState, now: float, phase: Aborting) -> list[C
     return commands
 
 
-def admitted(state: ControllerState, previous: Assignment) -> dict[str, Place]:
-    """The workers that stay and may take part in the next generation."""
-    staying, members = state.membership.staying(), set(previous.members)
+def admitted(
+    state: ControllerState, previous: Assignment, staying: Mapping[str, Place]
+) -> Mapping[str, Place]:
+    """Those of the workers that stay which may take part in the next generation."""
+    if not state.forming.deferred:
+        return staying
+    members = set(previous.members)
     counts = {w: n for w, n in state.forming.deferred.items() if w in staying and w not in members}
     if counts and not state.forming.num_attempts:
         fewest = sorted(w for w, n in counts.items() if n == min(counts.values()))

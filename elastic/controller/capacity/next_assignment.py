@@ -40,7 +40,7 @@ def next_assignment(state: ControllerState, previous: Assignment | None) -> Prop
     """The assignment that the workers that stay would get in the next generation: all of them, or
     as many as one round can take."""
     staying = state.membership.staying()
-    proposal = whole_assignment(state, previous)
+    proposal = _whole(state, previous, staying)
     if isinstance(proposal, Infeasible) or previous is None:
         return proposal
     most = _copies_allowed(state)
@@ -52,8 +52,13 @@ def next_assignment(state: ControllerState, previous: Assignment | None) -> Prop
 def whole_assignment(state: ControllerState, previous: Assignment | None) -> Proposal | Infeasible:
     """The assignment of all workers that stay, in however many rounds they join, without those
     that are deferred for now."""
-    staying = state.membership.staying()
-    if previous is not None and len(some := admitted(state, previous)) < len(staying):
+    return _whole(state, previous, state.membership.staying())
+
+
+def _whole(
+    state: ControllerState, previous: Assignment | None, staying: Mapping[str, Place]
+) -> Proposal | Infeasible:
+    if previous is not None and len(some := admitted(state, previous, staying)) < len(staying):
         proposal = _propose(state, previous, staying, some)
         if not isinstance(proposal, Infeasible):
             assignment = proposal.assignment
@@ -115,9 +120,10 @@ def _first_round(
     most: float,
 ) -> Proposal | None:
     """The assignment of the first round; None if it would have no more members than before."""
-    members = [worker for worker in staying if worker in set(previous.members)]
+    former = set(previous.members)
+    members = [worker for worker in staying if worker in former]
     joining = sorted(
-        (worker for worker in admitted(state, previous) if worker not in set(previous.members)),
+        (worker for worker in admitted(state, previous, staying) if worker not in former),
         key=lambda worker: (staying[worker], worker),  # whole nodes, for groups of `tp`
     )
     num_joining = int(most * len(members) * _num_shards(whole.assignment))

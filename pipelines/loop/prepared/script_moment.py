@@ -229,8 +229,9 @@ class WatchedParameter(nn.Parameter):
         return copied
 
 
-def _makes_parameter(frame: FrameType | None) -> bool:
-    return frame is not None and frame.f_code is nn.Parameter.__new__.__code__
+def _is_called_by_new_parameter(frame: FrameType | None) -> bool:
+    caller = frame.f_back if frame else None
+    return caller is not None and caller.f_code is nn.Parameter.__new__.__code__
 
 
 def _watched_by(at: ScriptMoment) -> type[WatchedParameter]:
@@ -241,8 +242,7 @@ def _watched_by(at: ScriptMoment) -> type[WatchedParameter]:
         def __torch_function__(
             cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
         ) -> Any:
-            frame = currentframe()
-            if function is Tensor.detach and frame and _makes_parameter(frame.f_back):
+            if function is Tensor.detach and _is_called_by_new_parameter(currentframe()):
                 raise LoopMisused(
                     "nn.Parameter(...) of a parameter of a prepared model: a second one in the "
                     "same memory, which the run would not see: use the model's own, or copy its "

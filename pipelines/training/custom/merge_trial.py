@@ -108,17 +108,31 @@ def try_merging(candidate: MergeCandidate, max_parameters: int = MAX_PARAMETERS)
 
 
 def draws_at_random(candidate: MergeCandidate, max_parameters: int = MAX_PARAMETERS) -> bool:
-    """Whether a training pass of the recipe draws random numbers; also if that is unknown, because
-    the module is too large to be tried out, or fails."""
+    """Whether a training pass of the recipe draws random numbers; see `pass_draws`."""
+
+    def prepare() -> Callable[[], object]:
+        size = min(2, candidate.settings.microbatch)
+        batch = candidate.batch_of(candidate.items(candidate.first(size)))
+        module = _module(candidate)
+        return lambda: candidate.recipe.loss(module, candidate.feed(batch, CPU, ALONE).value)
+
+    return pass_draws(candidate, prepare, max_parameters)
+
+
+def pass_draws(
+    candidate: MergeCandidate,
+    prepare: Callable[[], Callable[[], object]],
+    max_parameters: int = MAX_PARAMETERS,
+) -> bool:
+    """Whether the pass that `prepare` returns draws random numbers; also if that is unknown, as the
+    module is too large to be tried out, or fails."""
     if count_parameters(candidate.module()) > max_parameters:
         return True
     try:
         with seeded(candidate.settings.seed):
-            size = min(2, candidate.settings.microbatch)
-            batch = candidate.batch_of(candidate.items(candidate.first(size)))
-            module = _module(candidate)
+            run = prepare()
             states = generator_states(CPU)
-            candidate.recipe.loss(module, candidate.feed(batch, CPU, ALONE).value)
+            run()
             return generator_states(CPU) != states
     except Exception:  # what is wrong with it, the run reports
         return True

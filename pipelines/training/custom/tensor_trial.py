@@ -11,11 +11,11 @@ from torch import Tensor, nn
 
 from pipelines.errors import UserError, first_line
 from pipelines.training.custom.merge_trial import (
-    CPU,
     MAX_PARAMETERS,
     NOISE,
     MergeCandidate,
     draws_at_random,
+    pass_draws,
 )
 from pipelines.training.custom.module_calls import BodyTrial, Convert
 from pipelines.training.custom.modules.custom_module import (
@@ -28,7 +28,7 @@ from pipelines.training.custom.modules.loss_sums import loss_sums_of
 from pipelines.training.tensor.draw_trial import find_draws, for_trial
 from pipelines.training.tensor.sharded_draws import Unknown
 from pipelines.training.tensor.value_trial import Untried, refuse_other_values
-from pipelines.training.workload.seeds import generator_states, keyed_generator
+from pipelines.training.workload.seeds import keyed_generator
 from pipelines.training.workload.state import in_stored_dtype, stored_dtype
 from pipelines.training.workload.trees import mapped
 from pipelines.training.workload.workload import ModelShape
@@ -88,9 +88,7 @@ def _why_other_values(candidate: TensorCandidate, shape: ModelShape, num_tp: int
             raise Untried(f"the module has {num_parameters:,} parameters, over {MAX_PARAMETERS:,}")
         with seeded(settings.seed):
             modules = [_with_noise(candidate) for _ in range(1 + num_tp)]
-            dtype = stored_dtype(settings)
-            loss = loss_of(candidate, lambda tensor: _in_dtype(tensor.clone(), dtype))
-            refuse_other_values(modules, shape, loss)
+            refuse_other_values(modules, shape, _loss_of_values(candidate))
             if candidate.body is not None:
                 _refuse_outside(modules[0], candidate.body)
     except UserError as error:
@@ -115,19 +113,21 @@ def loss_of(candidate: TensorCandidate, convert: Convert) -> Callable[[nn.Module
     return loss
 
 
+def _loss_of_values(candidate: TensorCandidate) -> Callable[[nn.Module], Tensor]:
+    dtype = stored_dtype(candidate.settings)
+    return loss_of(candidate, lambda tensor: _in_dtype(tensor.clone(), dtype))
+
+
 def _draws(candidate: TensorCandidate) -> bool:
     """Whether a pass draws random numbers, or may."""
-    if candidate.body is None or count_parameters(candidate.module()) > MAX_PARAMETERS:
+    if candidate.body is None:
         return draws_at_random(candidate)
-    dtype = stored_dtype(candidate.settings)
-    try:
-        with seeded(candidate.settings.seed):
-            states = generator_states(CPU)
-            loss = loss_of(candidate, lambda tensor: _in_dtype(tensor.clone(), dtype))
-            loss(_with_noise(candidate))
-            return generator_states(CPU) != states
-    except Exception:  # what is wrong with it, the run reports
-        return True
+
+    def prepare() -> Callable[[], object]:
+        loss, module = _loss_of_values(candidate), _with_noise(candidate)
+        return lambda: loss(module)
+
+    return pass_draws(candidate, prepare)
 
 
 def _refuse_outside(whole: nn.Module, body: BodyTrial) -> None:
