@@ -8,13 +8,13 @@ from typing import Any
 
 from torch import nn
 
-from pipelines.loop.microbatch_state import MicrobatchStates
 from pipelines.loop.modules.model_views import plain
 from pipelines.loop.prepared.called_module import CalledModels
-from pipelines.loop.prepared.carried_state import CarriedState
 from pipelines.loop.prepared.data_source import DataSource
-from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.prepared.optimizer_factory import ScriptOptimizerFactory
+from pipelines.loop.state.carried_state import CarriedState
+from pipelines.loop.state.errors import LoopMisused
+from pipelines.loop.state.microbatch_state import MicrobatchStates
 from pipelines.settings.recipe import Dataset
 from pipelines.training.models.joined_model import joined
 

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from elastic.geometry.sample_order import keyed_seed
 from pipelines.loop.declaration import Declaration
 from pipelines.loop.prepared.called_module import CalledModels
-from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.prepared.optimizer_factory import LoopOptimizerFactory
 from pipelines.loop.prepared.script_moment import ScriptMoment
-from pipelines.loop.prepared.script_state import ScriptState
-from pipelines.loop.prepared.script_values import ScriptValues
 from pipelines.loop.run import Run
+from pipelines.loop.state.errors import LoopMisused
+from pipelines.loop.state.script_state import ScriptState
+from pipelines.loop.state.script_values import ScriptValues
 from pipelines.loop.step import Engine, Position, Step
 from pipelines.loop.thread import (
     Answer,
@@ -133,6 +133,7 @@ class Loop:
         if self.reporting is not None:
             self.reporting.loss = loss
         self._is_repeat, self._is_judged = False, True
+        self.called.at.values.kept.clear()
         self._at = None if is_last else self._step(number + 1, position)
         self._resume(Committed(self._at))
 

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from pipelines.loop.body_changes import BodyChanges
 from pipelines.loop.loop import Loop
 from pipelines.training.attention.cut_sequences import AttentionRefused, over_ring
 from pipelines.training.custom.modules.custom_pipeline import CustomBatch
@@ -71,8 +72,10 @@ class LoopEngine:
         self._num_begun = 0
         self._attention = ExitStack()
         """What the script's thread computes in place of torch's attention."""
+        self._changes = BodyChanges(moving.installed)
 
     def next(self) -> CustomBatch:
+        self._changes.refuse()
         self._attention.close()
         microbatch = next(self._microbatches)
         # Else copies of weights from the pass before, in their dtype of autocast, would be used
@@ -91,6 +94,12 @@ class LoopEngine:
         if self._parallel.num_cp > 1:
             self._attention.enter_context(AttentionRefused())
         self._moving.end_pass(count, self._num_begun == self.num_microbatches)
+
+    def backwarded(self) -> None:
+        self._changes.note()
+
+    def all_backwarded(self) -> None:
+        self._changes.refuse()
 
     def left(self) -> None:
         self._attention.close()

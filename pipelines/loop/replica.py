@@ -13,12 +13,13 @@ from torch import Tensor
 from actors.distributed.stall import wait_for
 from actors.distributed.torch_private import scale_tensors
 from actors.runtime.program import Applied, Evaluation, Groups, Interrupt
+from elastic.geometry.shard_map import sharding_of
 from elastic.geometry.tensor_specs import TensorSpec
 from elastic.protocol.votes import Vote
 from pipelines.loop.loop import Loop
 from pipelines.loop.passes import LoopPasses
-from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.reports import ReportSums
+from pipelines.loop.state.errors import LoopMisused
 from pipelines.loop.step import Position
 from pipelines.loop.thread import Request
 from pipelines.loop.whole_weights import broadcast, gather_whole
@@ -30,6 +31,7 @@ from pipelines.training.passes.running_buffers import RunningBuffers
 from pipelines.training.passes.stage_buffers import StageBuffers
 from pipelines.training.passes.stage_modules import Stage
 from pipelines.training.replica.replica import ShardedReplica
+from pipelines.training.workload.initial_values import slices_of
 from pipelines.training.workload.state import SCRIPT, state_specs
 from pipelines.training.workload.workload import Workload
 
@@ -99,6 +101,7 @@ class LoopReplica(ShardedReplica):
         self._serve(interrupt)
         loop.state.forget_step()
         self._share_values(step, interrupt)
+        self._share_changes(interrupt)
         if not self._is_done and committed_step < self.settings.steps:
             loop.begin(step, self._position(step), self._script_state)
             self._serve(interrupt)
@@ -152,6 +155,7 @@ class LoopReplica(ShardedReplica):
             self.loop.await_arrival(POLL_S)
         else:
             self._serve(interrupt)
+            self._replace(self.loop.called.at.values.kept_tensors())
         self._keep_values()
         return self._report_sums.means()
 
@@ -283,6 +287,53 @@ class LoopReplica(ShardedReplica):
                 interrupt()
                 value.copy_(received)
 
+    def _share_changes(self, interrupt: Interrupt) -> None:
+        """Take what a script has changed in its models since the latest step, on all workers alike,
+        from the first worker that has it."""
+        changed = self.loop.called.at.values.kept_tensors()
+        having = [0.0] * self.groups.layout.num_workers
+        having[self.groups.world_rank] = float(len(changed))
+        counted = self._sum(having)
+        interrupt()
+        if not any(counted):
+            return
+        first = next(rank for rank, count in enumerate(counted) if count)
+        is_first = first == self.groups.world_rank
+        named = {spec.name: spec for spec in self._weights}
+        chosen = self._sum([float(is_first and name in changed) for name in named])
+        interrupt()
+        received = {}
+        for (name, spec), is_chosen in zip(named.items(), chosen, strict=True):
+            if is_chosen:
+                dtype, device = getattr(torch, spec.dtype), self.groups.device
+                value = torch.empty(spec.shape, dtype=dtype, device=device)
+                if is_first:
+                    value.copy_(changed[name])
+                broadcast(value, first, self.groups)
+                interrupt()
+                received[name] = value
+        self._replace(received)
+
+    @torch.no_grad()
+    def _replace(self, values: Mapping[str, Tensor]) -> None:
+        """Replace this rank's regions by those of the whole tensors with these names."""
+        if not values:
+            return
+        held = self.state.tensors()
+        for spec in self._weights:
+            value, local = values.get(spec.name), held.get(spec.name)
+            if value is None or local is None:
+                continue
+            if value.is_floating_point() and value.itemsize < local.itemsize:
+                raise LoopMisused(
+                    f"the script has changed {spec.name} of its model between two steps, in "
+                    f"{value.dtype}, of which the run holds more digits: prepare the model in "
+                    f"{local.dtype}"
+                )
+            region = sharding_of(spec, self.groups.layout).region(self.groups.world_rank)
+            local.copy_(value[slices_of(region)])
+        self.sharded.after_step()
+
     def _restore_script(self) -> None:
         self.loop.state.load(self._script_state())
         self.loop.state.restore()
@@ -300,9 +351,10 @@ class LoopReplica(ShardedReplica):
 
     def _provide(self, wanted: Request, interrupt: Interrupt, keeps: bool) -> Any:
         if wanted is Request.EVALUATION:
+            self._share_changes(interrupt)
             with seeded(self.settings.seed):  # the script draws on as if it had not evaluated
                 return self.evaluate(self.settings.steps, interrupt)
-        into = self.loop.called.tensors() if keeps else {}
+        into = self.loop.called.at.values.tensors() if keeps else {}
         gather_whole(self._weights, self.state.tensors(), self.groups, interrupt, into)
         return None
 

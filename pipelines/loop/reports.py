@@ -15,7 +15,7 @@ from actors.distributed.stall import wait_for
 from actors.runtime.program import Groups, Interrupt
 from elastic.protocol.votes import StepRecord
 from elastic.protocol.wire import finite
-from pipelines.loop.prepared.errors import LoopMisused
+from pipelines.loop.state.errors import LoopMisused
 
 METRICS = frozenset(
     [

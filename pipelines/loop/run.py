@@ -18,14 +18,9 @@ from torch.utils.data import DataLoader
 from actors.runtime.program import Evaluation
 from pipelines.errors import UserError
 from pipelines.loop.declaration import Declaration, EvaluationSetup, StepCounts
-from pipelines.loop.microbatch_state import CarriedTensor, MicrobatchStates
 from pipelines.loop.modules.module_numbers import ModuleNumbers
 from pipelines.loop.prepared.called_module import CalledModels
-from pipelines.loop.prepared.carried_state import CarriedState
 from pipelines.loop.prepared.data_source import DataSource, drawn_by, source_of
-from pipelines.loop.prepared.errors import LoopMisused
-from pipelines.loop.prepared.kept_objects import KeptObjects
-from pipelines.loop.prepared.loss_scaler import LossScaler
 from pipelines.loop.prepared.model import prepare_model
 from pipelines.loop.prepared.optimizer_factory import ScriptOptimizerFactory
 from pipelines.loop.prepared.refusals import refuse_distributed
@@ -36,6 +31,11 @@ from pipelines.loop.prepared.wrappers import (
     PreparedScaler,
     PreparedScheduler,
 )
+from pipelines.loop.state.carried_state import CarriedState
+from pipelines.loop.state.errors import LoopMisused
+from pipelines.loop.state.kept_objects import KeptObjects
+from pipelines.loop.state.loss_scaler import LossScaler
+from pipelines.loop.state.microbatch_state import CarriedTensor, MicrobatchStates
 from pipelines.loop.step import Step
 from pipelines.loop.tensor_plans import TensorPlans
 from pipelines.settings.recipe import Dataset
@@ -154,6 +154,7 @@ class Run:
             raise LoopMisused("run.evaluate: declare the samples with run.evaluation first")
         if self._at.moment is not Moment.BETWEEN_STEPS:
             raise LoopMisused("run.evaluate: call it in the loop, before or after `with step:`")
+        self._at.before_evaluation()
         evaluation = self._evaluate()
         loss = math.nan if evaluation.loss is None else evaluation.loss
         return {"loss": loss, **evaluation.metrics}

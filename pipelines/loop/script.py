@@ -15,9 +15,9 @@ from actors.runtime.program import Evaluation
 from pipelines.loop.declaration import Declaration, NotDeclared
 from pipelines.loop.modules.model_copies import copy_models
 from pipelines.loop.prepared.called_module import CalledModels
-from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.prepared.refusals import refuse_unkeepable
 from pipelines.loop.run import Run
+from pipelines.loop.state.errors import LoopMisused
 from pipelines.loop.step import Step
 from pipelines.settings import CustomModelSettings, TrainSettings
 from pipelines.settings.recipe import Recipe

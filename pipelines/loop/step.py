@@ -11,9 +11,9 @@ from typing import Any, NamedTuple, Protocol
 import torch
 from torch import Tensor
 
-from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.prepared.script_moment import ScriptMoment
 from pipelines.loop.reports import Reported
+from pipelines.loop.state.errors import LoopMisused
 from pipelines.settings.user_code import place_of
 from pipelines.training.workload.workload import LossSums, at_least_float32
 
@@ -55,6 +55,12 @@ class Engine(Protocol):
 
     def forwarded(self, count: Tensor) -> None:
         """End a forward pass, whose loss is the mean of `count` losses."""
+
+    def backwarded(self) -> None:
+        """End a backward pass."""
+
+    def all_backwarded(self) -> None:
+        """The body is over, after all passes. Raises `LoopMisused` for what it has changed."""
 
     def left(self) -> None:
         """The body is over, maybe by an exception in a pass."""
@@ -152,8 +158,8 @@ class Step:
         if error is not None:
             self.note(error)
             clear_frames(trace)  # the frames hold memory that the run is about to free
-        if self._failure is None and (unread := self._unread()):
-            self._failure = LoopMisused(f"step {self.number}: {unread}")
+        if self._failure is None:
+            self._failure = self._mistake()
         self._finish()
         return True
 
@@ -201,6 +207,7 @@ class Step:
             engine.forwarded(count)
             total = at_least_float32(loss.reshape(())) * count
             total.backward()
+            engine.backwarded()
         except BaseException as error:
             self.note(error)
             raise
@@ -270,19 +277,24 @@ class Step:
         sums, self._sums = self._sums, []
         self.committed = self.on_finish(sums if failure is None else failure)
 
-    def _unread(self) -> str | None:
+    def _mistake(self) -> LoopMisused | None:
+        """What is wrong with a body that has ended without an error."""
         if self._open is not None:
-            return (
+            return self._misused(
                 "a microbatch got no `step.backward(loss)`: call it once for each, in place of "
                 "loss.backward()"
             )
-        expected = self._entered().num_microbatches
-        missing = expected - len(self._sums)
-        if missing:
-            return (
+        engine = self._entered()
+        expected = engine.num_microbatches
+        if missing := expected - len(self._sums):
+            return self._misused(
                 f"{missing} of this worker's {expected} microbatches were not read: read all of "
                 "`step.batches()`, without `break`"
             )
+        try:
+            engine.all_backwarded()
+        except LoopMisused as error:
+            return error
         return None
 
     def _entered(self) -> Engine:

@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from math import gcd
 from typing import Any
 
-from pipelines.loop.prepared.errors import LoopMisused
+from pipelines.loop.state.errors import LoopMisused
 from pipelines.training.models.joined_model import prefix_of
 
 

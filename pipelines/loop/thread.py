@@ -17,7 +17,7 @@ from weakref import WeakSet
 from actors.runtime.machine import flush_denormals
 from actors.runtime.substitute_thread import substituted_by
 from pipelines.loop.declaration import Declaration, NotDeclared
-from pipelines.loop.prepared.errors import LoopMisused
+from pipelines.loop.state.errors import LoopMisused
 from pipelines.loop.step import Engine, Step
 from pipelines.settings.user_code import place_of
 from pipelines.training.workload.workload import LossSums
@@ -192,7 +192,7 @@ class LoopThread:
         loops: set[Place] = set()
         try:
             while (step := self._next) is not None:
-                self._step = step
+                self._step, at.behind = step, None
                 step.on_enter, step.on_finish = self._enter, self._finish
                 loops.update(_places(currentframe()))
                 step.seed_draws("before the body")
@@ -200,9 +200,10 @@ class LoopThread:
                 step.ensure_finished()
                 if not step.committed:
                     state.restore()
+                    at.drop_changes()
                     at.is_stopped = False
                     continue
-                state.keep()
+                state.keep(at.keep_changes())
                 _report(declaration.carried.changed(), at.is_first_worker)
                 if at.is_stopped:
                     break
@@ -210,7 +211,7 @@ class LoopThread:
             if not _leaves_by_itself(currentframe(), loops):
                 raise  # by an exception, which is reported when it arrives
             if self._step is not None and self._step.committed:
-                state.keep()
+                state.keep(at.keep_changes())
         self._outcomes.put(Arrived.BEHIND_LOOP)
         while not isinstance(self._turns.get(), Proceed):
             """Only one worker runs on; to raise here would not end a script's `break`."""

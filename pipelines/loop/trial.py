@@ -12,10 +12,11 @@ from torch import Tensor, nn
 
 from actors.runtime.program import Evaluation
 from pipelines.errors import UserError, first_line
+from pipelines.loop.body_changes import BodyChanges
 from pipelines.loop.grouping import CPU, GroupingTrial
 from pipelines.loop.loop import Loop
-from pipelines.loop.microbatch_state import MicrobatchStates
-from pipelines.loop.prepared.errors import LoopMisused
+from pipelines.loop.state.errors import LoopMisused
+from pipelines.loop.state.microbatch_state import MicrobatchStates
 from pipelines.loop.step import Position
 from pipelines.loop.thread import Request
 from pipelines.training.attention.cut_sequences import (
@@ -29,6 +30,7 @@ from pipelines.training.custom.module_calls import BodyTrial, CallRecorder
 from pipelines.training.custom.modules.block_flow import in_dtypes
 from pipelines.training.custom.modules.custom_module import parameter_bytes, seeded
 from pipelines.training.custom.modules.custom_pipeline import CustomBatch
+from pipelines.training.replica.own_changes import OwnChanges
 from pipelines.training.workload.parallel_groups import ALONE
 from pipelines.training.workload.seeds import generator_states
 
@@ -59,7 +61,8 @@ def try_body(loop: Loop, workload: CustomWorkload, compares: bool = True) -> str
         compares = compares and is_divided and not states.states
         recorder = CallRecorder(module)
         grouping = GroupingTrial(module) if compares else None
-        engine = _TrialEngine(workload, states, grouping, recorder)
+        engine = _TrialEngine(workload, states, module, grouping, recorder)
+        own_changes = OwnChanges([module])
         try:
             with recorder:
                 sums = loop.compute(engine, module)
@@ -70,6 +73,7 @@ def try_body(loop: Loop, workload: CustomWorkload, compares: bool = True) -> str
     if not sums:
         loop.restart_script()
         return try_body(loop, workload, compares=False)
+    own_changes.refuse()
     _refuse_no_gradient(module)
     named = module.named_parameters()
     trained = frozenset(name for name, parameter in named if parameter.grad is not None)
@@ -143,6 +147,12 @@ class _HalvesEngine:
         self._attention.enter_context(AttentionRefused())
         self._is_over = True
 
+    def backwarded(self) -> None:
+        """Nothing follows a pass."""
+
+    def all_backwarded(self) -> None:
+        """Nothing follows the passes."""
+
     def left(self) -> None:
         self._attention.close()
         self._is_over = False
@@ -159,6 +169,7 @@ class _TrialEngine:
         self,
         workload: CustomWorkload,
         states: MicrobatchStates,
+        module: nn.Module,
         grouping: GroupingTrial | None,
         recorder: CallRecorder,
     ) -> None:
@@ -177,8 +188,10 @@ class _TrialEngine:
         self._recorder = recorder
         self._workload = workload
         self._states = states
+        self._changes = BodyChanges(lambda: dict(module.named_buffers()))
 
     def next(self) -> CustomBatch:
+        self._changes.refuse()
         torch.clear_autocast_cache()
         number, workload = self._num_begun, self._workload
         self._num_begun += 1
@@ -198,6 +211,12 @@ class _TrialEngine:
         if self.grouping and self.is_comparing:
             self.grouping.after()
         self.is_comparing &= self._num_begun < self.num_microbatches
+
+    def backwarded(self) -> None:
+        self._changes.note()
+
+    def all_backwarded(self) -> None:
+        self._changes.refuse()
 
     def left(self) -> None:
         """Nothing is open."""

@@ -236,17 +236,6 @@ def steps_outside(run: Run) -> None:
         optimizers[1].step()
 
 
-def clips_by_hand(run: Run) -> None:
-    """As in WGAN; what is changed so is not counted by autograd."""
-    generator, critic, _ = prepared(run)
-    for step in run.steps(NUM_STEPS, NUM_MICROBATCHES):
-        with step:
-            for [real] in step.batches():
-                step.backward(critic_loss(generator, critic, real))
-        for parameter in critic.parameters():
-            parameter.data.clamp_(-0.1, 0.1)
-
-
 class Headed(nn.Module):
     """Several of these share their body."""
 

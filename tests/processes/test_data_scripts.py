@@ -24,8 +24,8 @@ from torch.utils.data import (
 )
 
 from pipelines.loop.prepared.data_source import source_of
-from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.script import script_of
+from pipelines.loop.state.errors import LoopMisused
 from pipelines.reading.endless import WithReplacement
 
 pytestmark = pytest.mark.slow

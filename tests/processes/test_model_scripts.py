@@ -65,7 +65,6 @@ def test_models_with_one_loss_are_evaluated_together(tmp_path: Path) -> None:
     [
         ("calls_after_its_optimizer", "step 1: the model is called after optimizer.step()"),
         ("steps_outside", "optimizer.step() outside of `with step:`: with several optimizers"),
-        ("clips_by_hand", "step 2: the script has changed the model's parameters"),
         ("reads_twice", "step 1: `step.batches()` is iterated twice"),
         ("steps_by_worker", "or have stepped different optimizers: decide these by"),
     ],

@@ -12,8 +12,8 @@ from torch.utils.data import DataLoader, IterableDataset, Subset
 
 from pipelines.errors import UserError
 from pipelines.loop import Run
-from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.script import script_of
+from pipelines.loop.state.errors import LoopMisused
 from pipelines.reading.indexed import map_style, open_indexed
 from pipelines.settings import TrainSettings
 

@@ -59,6 +59,7 @@ LEVELS: dict[str, tuple[tuple[str, ...], ...]] = {
         ("hugging_face/weights",),
         ("observe/view", "hugging_face", "loop", "callbacks"),
         ("loop/prepared", "hugging_face/routing"),
+        ("loop/state",),
         ("loop/modules",),
         ("observe/history", "training"),
         ("observe", "training/replica"),

@@ -9,11 +9,11 @@ import pytest
 import torch
 from torch import nn
 
-from pipelines.loop.prepared.carried_state import CarriedState
-from pipelines.loop.prepared.errors import LoopMisused
-from pipelines.loop.prepared.kept_objects import KeptObjects
-from pipelines.loop.prepared.script_state import ScriptState
-from pipelines.loop.prepared.script_values import ScriptValues
+from pipelines.loop.state.carried_state import CarriedState
+from pipelines.loop.state.errors import LoopMisused
+from pipelines.loop.state.kept_objects import KeptObjects
+from pipelines.loop.state.script_state import ScriptState
+from pipelines.loop.state.script_values import ScriptValues
 
 
 class Average:

@@ -19,9 +19,9 @@ from torch.utils.data import DataLoader, TensorDataset
 
 from pipelines.loop import Run, Step
 from pipelines.loop.loop import Loop
-from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.prepared.optimizer_factory import ScriptOptimizerFactory
 from pipelines.loop.script import script_of
+from pipelines.loop.state.errors import LoopMisused
 from pipelines.loop.step import Position
 from pipelines.training.workload.workload import LossSums
 
@@ -45,6 +45,12 @@ class ListEngine:
 
     def forwarded(self, count: Tensor) -> None:
         self.counts.append(float(count))
+
+    def backwarded(self) -> None:
+        """Nothing changes buffers here."""
+
+    def all_backwarded(self) -> None:
+        """Nothing changes buffers here."""
 
     def left(self) -> None:
         self.is_left = True

@@ -11,9 +11,9 @@ from torch.optim import SGD
 from torch.utils.data import DataLoader, TensorDataset
 
 from pipelines.loop import Run
-from pipelines.loop.microbatch_state import CarriedTensor, MicrobatchStates
-from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.script import script_of
+from pipelines.loop.state.errors import LoopMisused
+from pipelines.loop.state.microbatch_state import CarriedTensor, MicrobatchStates
 from pipelines.training.replica.warm_up import group_of_one
 
 CPU = torch.device("cpu")

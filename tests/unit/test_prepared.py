@@ -14,9 +14,9 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 from pipelines.loop import Run
 from pipelines.loop.loop import Loop
-from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.prepared.optimizer_factory import ScriptOptimizerFactory
 from pipelines.loop.script import script_of
+from pipelines.loop.state.errors import LoopMisused
 from pipelines.loop.thread import Request
 
 SAMPLES = TensorDataset(torch.ones(4, 2))

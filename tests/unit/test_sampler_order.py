@@ -10,7 +10,7 @@ import torch
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler, TensorDataset
 
 from pipelines.loop.prepared.data_source import source_of
-from pipelines.loop.prepared.errors import LoopMisused
+from pipelines.loop.state.errors import LoopMisused
 from pipelines.reading.pass_reader import PassReader
 from pipelines.reading.sampler_order import NUM_KEPT, InSamplerOrder
 

@@ -11,7 +11,7 @@ from torch.optim import SGD, Optimizer, lr_scheduler
 from torch.optim.lr_scheduler import LRScheduler
 from torch.optim.swa_utils import SWALR
 
-from pipelines.loop.prepared.script_values import ScriptValues
+from pipelines.loop.state.script_values import ScriptValues
 
 
 def one_after_the_other(optimizer: Optimizer) -> LRScheduler:

@@ -12,8 +12,8 @@ from elastic.protocol.events import StepCommitted
 from elastic.protocol.step_records import RecordRing
 from elastic.protocol.votes import SPLIT, StepRecord, Vote
 from elastic.protocol.wire import metrics_row, steps_line, steps_of
-from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.reports import RESERVED, Reported, ReportSums
+from pipelines.loop.state.errors import LoopMisused
 from pipelines.observe.history.goodput import Reading, TimeSplit
 from pipelines.observe.history.membership import Membership
 from pipelines.observe.history.progress import RunProgress

@@ -16,8 +16,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from actors.runtime.program import Evaluation
 from pipelines.loop import Run
 from pipelines.loop.prepared.called_module import CalledModels
-from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.prepared.model import prepare_model
+from pipelines.loop.state.errors import LoopMisused
 from pipelines.settings.script_file import module_at
 from pipelines.training.passes.passes import evaluating
 

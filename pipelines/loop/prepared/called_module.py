@@ -8,10 +8,11 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from actors.distributed.torch_private import direct_buffers
 from pipelines.loop.modules.shared_attributes import SharedAttributes
-from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.prepared.script_moment import Moment, ScriptMoment
-from pipelines.training.models.joined_model import prefix_of, roots_of
+from pipelines.loop.state.errors import LoopMisused
+from pipelines.training.models.joined_model import roots_of
 
 
 class CalledModule:
@@ -68,6 +69,9 @@ class CalledModule:
     def set(self, name: str, value: Any) -> None:
         """The script sets an attribute of its model."""
         if self._is_calling or not self.at.is_own:
+            return
+        is_buffer = self.at.step is None and name in direct_buffers(self.declared)
+        if isinstance(value, Tensor) and is_buffer:
             return
         if isinstance(value, nn.Module | Tensor):
             raise LoopMisused(
@@ -140,11 +144,3 @@ class CalledModels:
     def forget_parts(self) -> None:
         for model in self._models:
             model.forget_part()
-
-    def tensors(self) -> dict[str, Tensor]:
-        """The parameters and buffers of the declared modules, by their names in the run."""
-        return {
-            prefix_of(number, len(self)) + name: value
-            for number, module in enumerate(self.declared)
-            for name, value in nn.Module.state_dict(module).items()
-        }

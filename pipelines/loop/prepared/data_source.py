@@ -16,7 +16,7 @@ from torch.utils.data import (
     WeightedRandomSampler,
 )
 
-from pipelines.loop.prepared.errors import LoopMisused
+from pipelines.loop.state.errors import LoopMisused
 from pipelines.reading.endless import DrawnBatches, Endless, InSequence, WithReplacement
 from pipelines.reading.sampler_order import InSamplerOrder
 from pipelines.reading.stream import is_stream

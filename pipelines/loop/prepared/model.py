@@ -10,8 +10,8 @@ from torch import nn
 from actors.distributed.torch_private import MODULE_TABLES
 from pipelines.loop.modules.model_views import CALLED, OWN_CLASS, plain
 from pipelines.loop.prepared.called_module import CalledModels, CalledModule
-from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.prepared.script_moment import Moment, ScriptMoment
+from pipelines.loop.state.errors import LoopMisused
 
 
 class PreparedModel(nn.Module):

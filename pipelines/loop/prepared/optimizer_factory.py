@@ -14,12 +14,12 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from actors.distributed.torch_private import has_step_hook
 from pipelines.loop.modules.module_numbers import ModuleNumbers
-from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.prepared.joined_optimizer import JoinedOptimizer
-from pipelines.loop.prepared.kept_objects import KeptObjects
-from pipelines.loop.prepared.loss_scaler import LossScaler
-from pipelines.loop.prepared.script_state import ScriptState
-from pipelines.loop.prepared.script_values import PARAMETERS, ScriptValues
+from pipelines.loop.state.errors import LoopMisused
+from pipelines.loop.state.kept_objects import KeptObjects
+from pipelines.loop.state.loss_scaler import LossScaler
+from pipelines.loop.state.script_state import ScriptState
+from pipelines.loop.state.script_values import PARAMETERS, ScriptValues
 from pipelines.training.workload.clipping import Clipping
 
 NUMBER = "script_group"

@@ -7,8 +7,8 @@ from torch.distributed.fsdp import FSDPModule, FullyShardedDataParallel
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from pipelines.errors import UserError
-from pipelines.loop.prepared.errors import LoopMisused
 from pipelines.loop.prepared.optimizer_factory import ScriptOptimizerFactory
+from pipelines.loop.state.errors import LoopMisused
 from pipelines.reading.foreign_datasets import refuse_foreign
 from pipelines.training.custom.optimizer_checks import refuse_complex, refuse_unfit
 from pipelines.training.workload.state import trained_dims

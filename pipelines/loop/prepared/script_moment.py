@@ -8,11 +8,11 @@ from inspect import currentframe
 from types import FrameType
 from typing import Any, Protocol
 
-import torch
 from torch import Tensor, nn
 
-from actors.distributed.torch_private import has_gradient_hook, norms_of, num_changes
-from pipelines.loop.prepared.errors import LoopMisused
+from actors.distributed.torch_private import has_gradient_hook
+from pipelines.loop.state.errors import LoopMisused
+from pipelines.loop.state.model_values import ModelValues
 from pipelines.training.custom.modules.custom_module import HOOKED
 
 METHODS = {
@@ -47,6 +47,7 @@ class OpenStep(Protocol):
     """The step whose body runs."""
 
     number: int
+    committed: bool
 
     @property
     def is_reading(self) -> bool: ...
@@ -79,17 +80,18 @@ class ScriptMoment:
         self.is_stale = True
         self.is_stepped = False
         """Whether the script has stepped an optimizer in this step."""
+        self.behind: OpenStep | None = None
+        """The step behind whose block the script is: what it changes in its models there is kept,
+        if the step has committed."""
+        self.values = ModelValues()
         self._watched: list[Tensor] = []
         self._were_trained: list[bool] = []
-        self._num_changes = 0
-        self._norms: list[float] = []
-        """Of the parameters as they were gathered: a change through `.data` is not counted."""
 
     def watch(self, module: nn.Module) -> None:
-        """Watch a declared model's parameters: in the loop only the run may change them, and within
-        a step they have old values. Raises `LoopMisused` for one whose gradient has a hook, and for
-        two in the same memory."""
+        """Watch a declared model, whose parameters have old values within a step. Raises
+        `LoopMisused` for one whose gradient has a hook, and for two in the same memory."""
         self._watched += module.parameters()
+        self.values.add(module)
         _refuse_shared_memory(module)
         kind = _watched_by(self)
         for name, parameter in module.named_parameters():
@@ -110,29 +112,45 @@ class ScriptMoment:
         return self.is_training and self._is_script()
 
     def enter(self, step: OpenStep) -> None:
-        """Enter a step. Raises `LoopMisused` if the script has changed a declared model."""
+        """Enter a step. Raises `LoopMisused` if the script has changed a declared model since
+        `keep_changes`."""
         if [p.requires_grad for p in self._watched] != self._were_trained:
             raise LoopMisused(
                 f"step {step.number}: the script has changed requires_grad of parameters, which "
                 "the run does not see; freeze them before run.prepare (where models are trained in "
                 "turn it is not needed: an optimizer that is not stepped changes nothing)"
             )
-        is_changed = not self.is_stale and self._norms != self._current_norms()
-        if is_changed or self._count_changes() != self._num_changes:
-            raise LoopMisused(
-                f"step {step.number}: the script has changed the model's parameters since the "
-                "step before, which the run does not see; change them before the loop, or bound "
-                "them by torch.nn.utils.parametrize"
-            )
+        self._refuse_changes(f"step {step.number}")
         self.step, self.is_stepped = step, False
 
     def leave(self) -> None:
-        self.step = None
+        self.step, self.behind = None, self.step
+
+    def keep_changes(self) -> dict[str, Tensor]:
+        """All that the script has changed in its models since the latest committed step."""
+        if not self.is_stale:
+            self.values.kept.update(self.values.changed())
+            self.values.note()
+        return self.values.kept_tensors()
+
+    def before_evaluation(self) -> None:
+        """Let an evaluation see what the script has changed in its models. Raises `LoopMisused` in
+        front of a step."""
+        if self.behind is None:
+            self._refuse_changes("run.evaluate")
+        elif self.behind.committed:
+            self.keep_changes()
+
+    def drop_changes(self) -> None:
+        """Forget what the script has changed behind a step that has failed."""
+        self.is_stale = True
+        self.values.note_unread()
 
     def begin_training(self) -> None:
         """From now on the declared models have old values between two steps."""
         if not self.is_training:
-            self.is_training, self._num_changes = True, self._count_changes()
+            self.is_training = True
+            self.values.note_unread()
             self._were_trained = [p.requires_grad for p in self._watched]
         self.is_stale = True
 
@@ -141,7 +159,7 @@ class ScriptMoment:
         if self.is_stale:
             self._gather()
             self.is_stale = False
-            self._num_changes, self._norms = self._count_changes(), self._current_norms()
+            self.values.note()
 
     def refuse_elsewhere(self) -> None:
         """Raise `LoopMisused` on a thread that does not see the trained values."""
@@ -153,8 +171,9 @@ class ScriptMoment:
 
     def refuse_values(self, function: Any, arguments: Sequence[Any]) -> None:
         """Raise `LoopMisused` where a function uses the values, or the gradient, of a declared
-        parameter within a step: those that are trained there are others."""
-        if self.step is None or not self._is_script():
+        parameter within a step: those that are trained there are others. Between two steps it gets
+        the trained ones."""
+        if not self._is_script():
             return
         name, attribute = function.__name__, ""
         if name in ("__get__", "__set__"):
@@ -162,6 +181,10 @@ class ScriptMoment:
         is_getter = name == "__get__" and attribute not in VALUES
         is_dropped = name == "__set__" and attribute == "grad" and arguments[1] is None
         if is_getter or is_dropped or name in METHODS:
+            return
+        if self.step is None:
+            if self.is_training:
+                self.refresh()
             return
         if attribute == "grad":
             raise LoopMisused(
@@ -197,12 +220,19 @@ class ScriptMoment:
                 "several updates from the same batch see updates_per_batch of run.steps)"
             )
 
-    def _count_changes(self) -> int:
-        return sum(map(num_changes, self._watched))
-
-    def _current_norms(self) -> list[float]:
-        with torch.no_grad():
-            return torch.stack(norms_of(self._watched)).tolist() if self._watched else []
+    def _refuse_changes(self, where: str) -> None:
+        changed = [] if self.is_stale else self.values.changed()
+        if changed:
+            raise LoopMisused(
+                f"{where}: the script has changed {changed[0]} of its model in front of `with "
+                "step:`; what it changes behind the block, under `if step.committed:`, or before "
+                "the loop is kept"
+            )
+        if self.values.is_counted():
+            raise LoopMisused(
+                f"{where}: the script has changed a buffer that it took out of the model before "
+                "the loop, where it has old values: take it out of the model again"
+            )
 
 
 def _refuse_shared_memory(module: nn.Module) -> None:

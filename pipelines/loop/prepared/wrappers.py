@@ -12,9 +12,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
-from pipelines.loop.prepared.errors import LoopMisused
-from pipelines.loop.prepared.loss_scaler import LossScaler
 from pipelines.loop.prepared.script_moment import Moment, ScriptMoment
+from pipelines.loop.state.errors import LoopMisused
+from pipelines.loop.state.loss_scaler import LossScaler
 
 ASKED_BY_SCALERS = "_step_supports_amp_scaling"
 """An attribute of optimizers for which a `GradScaler` asks before it steps one."""

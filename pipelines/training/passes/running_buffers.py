@@ -75,6 +75,11 @@ class RunningBuffers:
             self._parts[name] = part = next(holders).get_submodule(owner)
             self._owners[name] = (direct_buffers(part), key)
 
+    def installed(self) -> dict[str, Tensor]:
+        """What the modules have now in the place of the buffers."""
+        values = {name: holder[key] for name, (holder, key) in self._owners.items()}
+        return {name: value for name, value in values.items() if value is not None}
+
     @torch.no_grad()
     def begin(self) -> None:
         """Install copies before the passes of a step, for the passes to update."""

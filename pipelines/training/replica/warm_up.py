@@ -20,6 +20,7 @@ from elastic.geometry.regions import Region
 from elastic.protocol.votes import Vote
 from pipelines.settings import TrainSettings
 from pipelines.training.passes.pipeline import torch_pipelining
+from pipelines.training.replica.own_changes import OwnChanges
 from pipelines.training.replica.replica import ShardedReplica
 from pipelines.training.replica.step_flops import ForwardFlops
 from pipelines.training.workload.state import initial_value, state_specs
@@ -43,7 +44,8 @@ def warm_up(
 
     This runs torch's lazy imports and fills first-call caches. The process must have no groups. It
     must run on the training thread, because some of these caches are per thread. `counter` counts
-    the operations of the miniature's first pass.
+    the operations of the miniature's first pass. Raises `UserError` for a model that changes its
+    own parameters.
     """
     with quick_imports():
         torch_pipelining()
@@ -79,7 +81,9 @@ def _one_step(
         value = initial_value(workload, settings, spec, Region.whole(spec.shape))
         tensors[spec.name] = value.to(groups.device)
     replica.adopt(tensors)
+    own_changes = OwnChanges(replica.sharded.modules)
     loss_sum, num_tokens, sq_grad_norm = replica.compute(1, _never).tolist()
+    own_changes.refuse()
     replica.apply(1, Vote(1, loss_sum, int(num_tokens), sq_grad_norm, num_contributions=1))
     if workload.num_held_out:
         replica.evaluate(1, _never)

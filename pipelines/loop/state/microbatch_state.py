@@ -10,7 +10,7 @@ from torch.distributed.tensor import DTensor
 
 from actors.distributed.stall import wait_for
 from actors.runtime.program import Groups, Interrupt
-from pipelines.loop.prepared.errors import LoopMisused
+from pipelines.loop.state.errors import LoopMisused
 from pipelines.reading.endless import InSequence
 from pipelines.reading.sampler_order import InSamplerOrder
 from pipelines.reading.stream import is_stream

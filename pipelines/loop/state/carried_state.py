@@ -10,7 +10,7 @@ from weakref import ref
 from torch import Tensor, nn
 
 from actors.distributed.torch_private import num_changes
-from pipelines.loop.prepared.errors import LoopMisused
+from pipelines.loop.state.errors import LoopMisused
 
 NUM_WATCHED_STEPS = 3
 """After these a script's variables are no longer looked at."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from copy import copy
 from typing import Any
 
@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor
 
 from actors.distributed.torch_private import copy_tensors
 from elastic.geometry.tensor_specs import ITEMSIZE_BYTES
-from pipelines.loop.prepared.errors import LoopMisused
+from pipelines.loop.state.errors import LoopMisused
 from pipelines.training.workload.state import name_of
 
 SEPARATOR = "/"
@@ -131,19 +131,6 @@ class KeptObjects:
         """Whether each kept tensor has integers, or one number."""
         return [v.numel() <= 1 or not v.is_floating_point() for v in self.kept.values()]
 
-    def samples(self) -> Tensor:
-        """A few values of each kept tensor on the host, shape (number of tensors, NUM_COMPARED),
-        float64, filled up with zeros. What is not finite counts as 0."""
-        by_device: dict[torch.device, list[Tensor]] = {}
-        for value in self.kept.values():
-            flat = value.detach().view(-1)
-            some = flat[:: max(1, flat.numel() // NUM_COMPARED)][:NUM_COMPARED].double()
-            filled = nn.functional.pad(some, (0, NUM_COMPARED - len(some)))
-            by_device.setdefault(value.device, []).append(filled)
-        rows = [torch.stack(values).cpu() for values in by_device.values()]
-        empty = torch.zeros(0, NUM_COMPARED, dtype=torch.float64)
-        return torch.cat([empty, *rows]).nan_to_num(0.0, 0.0, 0.0)
-
     def _live(self) -> dict[str, Tensor]:
         """The live tensors, and numbers as tensors."""
         live: dict[str, Tensor] = {}
@@ -151,6 +138,20 @@ class KeptObjects:
             is_plain = isinstance(item, Tensor | MutableMapping)
             live.update(_leaves(item if is_plain else item.state_dict(), _root(number)))
         return live
+
+
+def samples_of(tensors: Iterable[Tensor]) -> Tensor:
+    """A few values of each tensor on the host, shape (number of tensors, NUM_COMPARED), float64,
+    filled up with zeros. What is not finite counts as 0."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for value in tensors:
+        flat = value.detach().reshape(-1)
+        some = flat[:: max(1, flat.numel() // NUM_COMPARED)][:NUM_COMPARED].double()
+        filled = nn.functional.pad(some, (0, NUM_COMPARED - len(some)))
+        by_device.setdefault(value.device, []).append(filled)
+    rows = [torch.stack(values).cpu() for values in by_device.values()]
+    empty = torch.zeros(0, NUM_COMPARED, dtype=torch.float64)
+    return torch.cat([empty, *rows]).nan_to_num(0.0, 0.0, 0.0)
 
 
 def _contiguous(value: Tensor) -> Tensor:

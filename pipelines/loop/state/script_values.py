@@ -13,8 +13,8 @@ from torch import Tensor
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from pipelines.loop.prepared.errors import LoopMisused
-from pipelines.loop.prepared.loss_scaler import LossScaler
+from pipelines.loop.state.errors import LoopMisused
+from pipelines.loop.state.loss_scaler import LossScaler
 
 PARAMETERS = "params"
 

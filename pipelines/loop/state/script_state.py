@@ -8,8 +8,8 @@ import torch
 from torch import Tensor
 
 from pipelines.loop.modules.module_numbers import ModuleNumbers
-from pipelines.loop.prepared.kept_objects import NUM_COMPARED, KeptObjects
-from pipelines.loop.prepared.script_values import ScriptValues
+from pipelines.loop.state.kept_objects import NUM_COMPARED, KeptObjects, samples_of
+from pipelines.loop.state.script_values import ScriptValues
 
 VALUES, MODULES = "", "/modules"
 NUMBERS_TOLERANCE, OBJECTS_TOLERANCE = 1e-9, 1e-3
@@ -38,13 +38,14 @@ class ScriptState:
         """All at step 0."""
         self._note_fingerprint()
 
-    def keep(self) -> None:
-        """Begin the next step with what is there. Raises `LoopMisused` for other shapes."""
+    def keep(self, changed: Mapping[str, Tensor]) -> None:
+        """Begin the next step with what is there, and with what the script has changed in its
+        models. Raises `LoopMisused` for other shapes."""
         chosen = float(sum(1 << number for number in self._values.stepped))
         self._values.keep()
         self._objects.keep()
         self._modules.keep()
-        self._note_fingerprint(chosen)
+        self._note_fingerprint(chosen, changed)
 
     def restore(self) -> None:
         """Begin the present step with what was kept."""
@@ -81,14 +82,20 @@ class ScriptState:
             for total, own, tolerance in triples
         )
 
-    def _note_fingerprint(self, chosen: float = 0.0) -> None:
+    def _note_fingerprint(
+        self, chosen: float = 0.0, changed: Mapping[str, Tensor] | None = None
+    ) -> None:
         numbers = [number if abs(number) < LIMIT else 0.0 for number in self._values.kept]
         self.fingerprint = [*numbers, chosen]
-        """The numbers, which optimizers have stepped, and a weighted sum of a few values of each
-        kept tensor: for a comparison of workers by one sum over all."""
+        """The numbers, which optimizers have stepped, and weighted sums of a few values of all that
+        was changed in the models and of each kept tensor: for a comparison of workers by one sum
+        over all."""
         self._tolerances = [NUMBERS_TOLERANCE * abs(number) for number in self.fingerprint]
+        weighted = samples_of((changed or {}).values()) * WEIGHTS
+        self.fingerprint.append(weighted.sum().item())
+        self._tolerances.append(OBJECTS_TOLERANCE * weighted.abs().sum().item())
         if self._objects.kept:
-            weighted = self._objects.samples() * WEIGHTS
+            weighted = samples_of(self._objects.kept.values()) * WEIGHTS
             self.fingerprint += weighted.sum(1).tolist()
             sizes = weighted.abs().sum(1).tolist()
             for size, is_exact in zip(sizes, self._objects.are_exact(), strict=True):

@@ -1,0 +1,1 @@
+"""What of a script is part of the state of the run."""

@@ -1,0 +1,52 @@
+"""A model whose forward pass changes its own parameters is found by one pass."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from pipelines.errors import UserError
+from pipelines.training.replica.own_changes import OwnChanges
+
+
+class Changing(nn.Module):
+    """Changes a weight in its forward pass, in one of several ways."""
+
+    def __init__(self, how: str) -> None:
+        super().__init__()
+        self.bounded = nn.Linear(3, 3)
+        self.norm = nn.BatchNorm1d(3)
+        self.how = how
+
+    def forward(self, points: Tensor) -> Tensor:
+        weight = self.bounded.weight
+        match self.how:
+            case "replaced data":  # equal values, as where a norm is within its bound
+                weight.data = torch.renorm(weight.data, 2, 0, 1e9)
+            case "data in place":
+                weight.data.mul_(0.9)
+            case "in place":
+                with torch.no_grad():
+                    weight.copy_(weight.clone())
+        return self.norm(self.bounded(points))
+
+
+@pytest.mark.parametrize("how", ["replaced data", "data in place", "in place"])
+def test_changed_parameter_is_named(how: str) -> None:
+    model = Changing(how)
+    changes = OwnChanges([model])
+    model(torch.randn(4, 3)).sum().backward()
+    with pytest.raises(UserError, match=r"^bounded.weight: the model changes"):
+        changes.refuse()
+
+
+def test_buffers_and_gradients_are_no_change() -> None:
+    model = Changing("not at all")
+    with torch.no_grad():
+        model.bounded.weight[0, 0] = torch.nan
+    changes = OwnChanges([model])
+    model(torch.randn(4, 3)).sum().backward()
+    changes.refuse()
+    assert model.bounded.weight.grad is not None
+    assert model.norm.num_batches_tracked == 1
