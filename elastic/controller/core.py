@@ -274,7 +274,8 @@ class Core:
         step = valid[-1].step if valid else INITIAL_STEP
         losses, saved_steps = old.checkpoints.held_out_losses, [str(s.step) for s in valid]
         generation = max(old.generation, event.newest_generation)
-        is_done = step >= event.job.steps
+        has_failed = isinstance(old.phase, Ended) and old.phase.outcome != "completed"
+        is_done = step >= event.job.steps and not has_failed  # else behind its last step
         self.state = ControllerState(
             policy=event.policy,
             job=event.job,

@@ -94,9 +94,13 @@ class ScriptValues:
         self._taken.setdefault(self._optimizers.index(optimizer), [*map(_hyperparameters, groups)])
 
     def note_step(self, optimizer: Optimizer) -> None:
-        """The script steps an optimizer."""
-        self._stepped.add(self._optimizers.index(optimizer))
-        self.take(optimizer)
+        """The script steps an optimizer: the hyperparameters of this moment count, though a
+        scheduler may have been stepped before."""
+        number = self._optimizers.index(optimizer)
+        if number not in self._stepped:
+            self._stepped.add(number)
+            self._taken.pop(number, None)
+            self.take(optimizer)
 
     @property
     def stepped(self) -> frozenset[int]:
