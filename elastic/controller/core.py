@@ -274,8 +274,7 @@ class Core:
         step = valid[-1].step if valid else INITIAL_STEP
         losses, saved_steps = old.checkpoints.held_out_losses, [str(s.step) for s in valid]
         generation = max(old.generation, event.newest_generation)
-        has_failed = isinstance(old.phase, Ended) and old.phase.outcome != "completed"
-        is_done = step >= event.job.steps and not has_failed  # else behind its last step
+        is_done = step >= event.job.steps and not old.has_failed
         self.state = ControllerState(
             policy=event.policy,
             job=event.job,

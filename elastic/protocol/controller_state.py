@@ -27,7 +27,7 @@ from elastic.protocol.duty_state import (
     StoreDuty,
     StragglerDuty,
 )
-from elastic.protocol.phases import Ending, Phase, Waiting, may_follow
+from elastic.protocol.phases import Ended, Ending, Phase, Waiting, may_follow
 from elastic.protocol.policy import Policy, unopened
 
 
@@ -71,6 +71,11 @@ class ControllerState:
             value = getattr(self, part.name)
             if isinstance(value, Duty):
                 yield value
+
+    @property
+    def has_failed(self) -> bool:
+        """Whether the run has ended with an error, maybe behind its last step."""
+        return isinstance(self.phase, Ended) and self.phase.outcome != "completed"
 
     def enter(self, phase: Phase) -> None:
         """Change the phase; the table of transitions must allow it."""

@@ -107,6 +107,12 @@ class Loop:
     def values(self) -> ScriptValues:
         return self.declaration.optimizer_factory.values
 
+    def begin_behind(self, last: int, state: Callable[[], Mapping[str, Tensor]]) -> None:
+        """Bring a script that has begun no step behind its loop, whose last step has committed."""
+        self.state.load(state())
+        self.number, self._before = last + 1, last
+        self._resume(Begin(None))
+
     def begin(
         self, number: int, position: Position, state: Callable[[], Mapping[str, Tensor]]
     ) -> None:

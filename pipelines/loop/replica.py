@@ -102,9 +102,13 @@ class LoopReplica(ShardedReplica):
         loop.state.forget_step()
         self._share_values(step, interrupt)
         self._share_changes(interrupt)
-        if not self._is_done and committed_step < self.settings.steps:
+        if self._is_done:
+            return
+        if committed_step < self.settings.steps:
             loop.begin(step, self._position(step), self._script_state)
-            self._serve(interrupt)
+        else:  # the scripts of the session before have failed behind their loop
+            loop.begin_behind(committed_step, self._script_state)
+        self._serve(interrupt)
 
     def compute(
         self, step: int, interrupt: Interrupt, skipped_batches: Sequence[int] = ()
@@ -152,7 +156,7 @@ class LoopReplica(ShardedReplica):
         """Let the script run up to its next body; None for `interrupt`: the groups are broken, so
         that it is served in the next generation."""
         if interrupt is None:
-            self.loop.await_arrival(POLL_S)
+            self._await_script()
         else:
             self._serve(interrupt)
             self._replace(self.loop.called.at.values.kept_tensors())
@@ -179,7 +183,7 @@ class LoopReplica(ShardedReplica):
         loop. Raises `LoopMisused` if some wait here and some there."""
         loop = self.loop
         while True:
-            loop.await_arrival(POLL_S)
+            self._await_script()
             interrupt()
             numbers, is_shared = self._exchange_places(interrupt)
             wanted = next((kind for kind in Request if numbers[kind.value]), None)
@@ -209,6 +213,18 @@ class LoopReplica(ShardedReplica):
                 "decide these by what is the same on all workers, such as step.number, step.loss "
                 "or run.evaluate(), not by the loss of this worker's microbatches"
             )
+
+    def _await_script(self) -> None:
+        """Wait for the script. If it fails behind a step, what it has changed until then belongs to
+        that step, as its parameters do."""
+        try:
+            self.loop.await_arrival(POLL_S)
+        except Exception:
+            at = self.loop.called.at
+            if at.behind is not None and at.behind.committed:
+                self._replace(at.keep_changes())
+                self._take_values(self.loop.state.live())
+            raise
 
     def _exchange_places(self, interrupt: Interrupt) -> tuple[list[int], bool]:
         """The number of workers at each place, and whether the scripts have the same state, if all

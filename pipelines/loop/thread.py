@@ -44,9 +44,10 @@ class Arrived(Enum):
 
 @dataclass(frozen=True)
 class Begin:
-    """Run up to the body of a step; the step before has not committed, if there was one."""
+    """Run up to the body of a step; the step before has not committed, if there was one. None: run
+    to the end of the loop, whose steps have all committed."""
 
-    step: Step
+    step: Step | None
 
 
 @dataclass(frozen=True)
@@ -103,6 +104,7 @@ class LoopThread:
         self._outcomes: SimpleQueue[Outcome] = SimpleQueue()
         self._thread = threading.Thread(target=self._run, name="loop", daemon=True)
         self._end: BaseException | None = None
+        self._has_begun = False
         self._step: Step | None = None
         self._next: Step | None = None
         self.is_running = False
@@ -187,7 +189,7 @@ class LoopThread:
         state, at = declaration.optimizer_factory.state, declaration.called.at
         turn = self._turn()
         assert isinstance(turn, Begin)
-        self._next = turn.step
+        self._next, self._has_begun = turn.step, True
         state.restore()
         loops: set[Place] = set()
         try:
@@ -244,7 +246,7 @@ class LoopThread:
         flush_denormals()
         try:
             self._function(self)
-            if self._step is not None:
+            if self._has_begun:
                 self._outcomes.put(Arrived.AT_END)
                 return
             self._end = NotDeclared(

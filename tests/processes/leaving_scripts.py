@@ -10,9 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from loops import FOLDER, NUM_MICROBATCHES, NUM_STEPS, build_training
+import torch
+from loops import FOLDER, NUM_MICROBATCHES, NUM_STEPS, build_training, plain
 from script_habits import compute, note_values, values_of
-from torch import nn
+from torch import Tensor, nn
+from torch.optim.lr_scheduler import LambdaLR
 
 from pipelines.loop import Run
 
@@ -136,3 +138,53 @@ def raise_between_steps(run: Run) -> None:
             compute(step, model)
         if step.committed and step.number == STOP_STEP:
             raise ValueError("a mistake between two steps")
+
+
+def fails_behind_step(run: Run) -> None:
+    """The script fails the first time, behind a step in whose block it has stepped its scheduler,
+    and after a change of what it keeps and of its model."""
+    model, optimizer, _, loader = build_training(is_scheduled=False)
+    scheduler = rate_of(optimizer)
+    model, optimizer, scheduler, loader = run.prepare(model, optimizer, scheduler, loader)
+    kept = {"rounds": torch.zeros(())}
+    run.keep(kept)
+    for step in run.steps(NUM_STEPS, microbatches=NUM_MICROBATCHES):
+        with step:
+            for points, labels in step.batches():
+                step.backward(nn.functional.cross_entropy(model(points), labels))
+            scheduler.step()
+        change_behind(model, kept)
+        if step.committed and step.number == STOP_STEP and mark(f"failed {os.getpid()}"):
+            raise OSError("no space left")
+    note_values(NUM_STEPS, "below", kept)
+
+
+def plain_behind_step() -> Iterator[float]:
+    model, optimizer, _, loader = build_training(is_scheduled=False)
+    kept = {"rounds": torch.zeros(())}
+    losses = plain(model, optimizer, rate_of(optimizer), loader, NUM_STEPS, NUM_MICROBATCHES)
+    for loss in losses:
+        change_behind(model, kept)
+        yield loss
+
+
+def rate_of(optimizer: torch.optim.Optimizer) -> LambdaLR:
+    return LambdaLR(optimizer, lambda step: (step + 1) / 12)
+
+
+def change_behind(model: nn.Module, kept: dict[str, Tensor]) -> None:
+    kept["rounds"] += 1
+    model.head.bias.data.mul_(1 - 0.01 * float(kept["rounds"]))
+
+
+def fails_below_loop(run: Run) -> None:
+    """The code below the loop fails the first time."""
+    model, optimizer, _, loader = build_training(is_scheduled=False)
+    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    for step in run.steps(STOP_STEP, microbatches=NUM_MICROBATCHES):
+        with step:
+            for points, labels in step.batches():
+                step.backward(nn.functional.cross_entropy(model(points), labels))
+    if mark("failed"):
+        raise OSError("no space left")
+    note_values(STOP_STEP, "below", values_of(model))

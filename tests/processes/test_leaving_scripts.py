@@ -6,10 +6,14 @@ from functools import partial
 from pathlib import Path
 
 import leaving_scripts
+import loops
 import pytest
 import script_habits
 import torch
+from harness import Outcome, run_in_processes
 from test_script_habits import run_habit
+
+from pipelines.loop.script import script_of
 
 pytestmark = pytest.mark.slow
 
@@ -64,3 +68,38 @@ def test_mistake_between_two_steps_ends_the_run_with_its_traceback(tmp_path: Pat
     assert "ValueError: a mistake between two steps" in run.stopped.reason
     assert 'raise ValueError("a mistake' in run.stopped.traceback
     assert max(run.losses()) == leaving_scripts.STOP_STEP
+
+
+def test_resumed_run_has_what_the_script_had_changed_when_it_failed(tmp_path: Path) -> None:
+    for outcome, last_step in (("failed", leaving_scripts.STOP_STEP), ("completed", 24)):
+        run = run_again(tmp_path, "fails_behind_step")
+        assert (run.stopped.outcome, run.stopped.step) == (outcome, last_step), run.stopped
+    losses = list(leaving_scripts.plain_behind_step())
+    assert list(run.losses().values()) == pytest.approx(losses, rel=1e-9)
+    [file] = (tmp_path / "marks").glob("below-*.pt")
+    assert torch.load(file)["rounds"] == loops.NUM_STEPS
+
+
+def test_resumed_run_goes_on_below_a_loop_where_the_script_has_failed(tmp_path: Path) -> None:
+    marks = tmp_path / "marks"
+    for outcome, num_files in (("failed", 0), ("completed", 1), ("completed", 1)):
+        run = run_again(tmp_path, "fails_below_loop")
+        assert (run.stopped.outcome, run.stopped.step) == (outcome, leaving_scripts.STOP_STEP)
+        assert len([*marks.glob("below-*.pt")]) == num_files
+    assert "nothing to do" in run.stopped.reason
+    [file] = marks.glob("below-*.pt")
+    expected = list(script_habits.plain_whole_model())[leaving_scripts.STOP_STEP - 1]
+    for key, value in torch.load(file).items():
+        torch.testing.assert_close(value, expected[key], rtol=1e-9, atol=1e-12)
+
+
+def run_again(folder: Path, name: str) -> Outcome:
+    (marks := folder / "marks").mkdir(exist_ok=True)
+    return run_in_processes(
+        folder,
+        script_of(getattr(leaving_scripts, name)).settings,
+        2,
+        layout="fsdp=2",
+        recipe=f"{leaving_scripts.__file__}:{name}",
+        environment={loops.FOLDER: str(marks)},
+    )
