@@ -202,6 +202,7 @@ class Run:
             kinds = {"model": models or None, "optimizer": optimizers or None, "loader": source}
             missing = [kind for kind, item in kinds.items() if item is None]
             raise LoopMisused(f"run.steps: pass run.prepare the {' and the '.join(missing)} first")
+        source = source.of_steps(source.microbatch * counts.microbatches)
         self._states.refuse_other_order(source.dataset)
         if self._sequence and self._states.states:
             raise LoopMisused(

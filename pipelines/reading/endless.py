@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from elastic.geometry.sample_order import keyed_seed
+from elastic.geometry.sample_order import keyed_seed, permuted, round_keys
 from pipelines.reading.pass_reader import seed_host
 from pipelines.reading.stream import UNKNOWN_LENGTH
 from pipelines.settings.recipe import Dataset
@@ -34,12 +34,31 @@ class Endless:
 class InSequence(Endless):
     """The samples of a dataset in its order, again and again."""
 
-    def __init__(self, dataset: Dataset) -> None:
+    def __init__(self, dataset: Dataset, epoch_size: int | None = None) -> None:
+        """`epoch_size` is the number of samples, from the first on, of an epoch."""
         super().__init__()
-        self._dataset = dataset
+        self.dataset = dataset
+        self._epoch_size = epoch_size
 
     def __getitem__(self, index: int) -> Any:
-        return self._dataset[index % len(self._dataset)]
+        return self.dataset[index % (self._epoch_size or len(self.dataset))]
+
+    @property
+    def length(self) -> int:
+        return len(self.dataset)
+
+
+class ShuffledInPart(Endless):
+    """The samples of a dataset in another order in each epoch, which omits the last of them."""
+
+    def __init__(self, dataset: Dataset, epoch_size: int) -> None:
+        super().__init__()
+        self._dataset = dataset
+        self._epoch_size = epoch_size
+
+    def __getitem__(self, index: int) -> Any:
+        epoch, place = divmod(index, self._epoch_size)
+        return self._dataset[permuted(place, self.length, round_keys(self.seed, epoch))]
 
     @property
     def length(self) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator
 from copy import deepcopy
 from functools import cached_property
+from itertools import islice
 from typing import Any
 
 from pipelines.reading.endless import Endless
@@ -25,11 +26,15 @@ class InSamplerOrder(Endless):
     seeded by the run. A sampler with `set_epoch` gets the number of each pass.
     """
 
-    def __init__(self, dataset: Dataset, sampler: Iterable[Any]) -> None:
-        """The sampler is copied. Raises what its copy raises."""
+    def __init__(
+        self, dataset: Dataset, sampler: Iterable[Any], epoch_size: int | None = None
+    ) -> None:
+        """The sampler is copied; each pass ends after `epoch_size` items. Raises what its copy
+        raises."""
         super().__init__()
-        self._dataset = dataset
-        self._passes = _Passes(sampler, dataset)
+        self.dataset = dataset
+        self.sampler = sampler
+        self._passes = _Passes(sampler, dataset, epoch_size)
 
     @cached_property
     def _order(self) -> Stream:
@@ -44,8 +49,8 @@ class InSamplerOrder(Endless):
     def __getitem__(self, index: int) -> Any:
         chosen = self.chosen(index)
         if isinstance(chosen, list):
-            return [self._dataset[sample] for sample in chosen]
-        return self._dataset[chosen]
+            return [self.dataset[sample] for sample in chosen]
+        return self.dataset[chosen]
 
     def __getstate__(self) -> dict[str, Any]:
         """For another process, which iterates itself."""
@@ -64,8 +69,9 @@ class InSamplerOrder(Endless):
 class _Passes:
     """Passes over a copy of a sampler, each with the state that the one before has left."""
 
-    def __init__(self, sampler: Iterable[Any], dataset: Dataset) -> None:
+    def __init__(self, sampler: Iterable[Any], dataset: Dataset, epoch_size: int | None) -> None:
         self._dataset = dataset
+        self._epoch_size = epoch_size
         self._unused = self._copied(sampler)
         self._sampler = self._unused
 
@@ -76,7 +82,7 @@ class _Passes:
             set_epoch(epoch)
 
     def __iter__(self) -> Iterator[Any]:
-        return map(_plain, self._sampler)
+        return map(_plain, islice(self._sampler, self._epoch_size))
 
     def _copied(self, sampler: Iterable[Any]) -> Iterable[Any]:
         """A copy that shares the dataset, which a sampler often has."""

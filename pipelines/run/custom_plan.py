@@ -12,13 +12,11 @@ from pipelines.errors import UserError
 from pipelines.loop.script import Script
 from pipelines.loop.trial import try_body
 from pipelines.run.program import TrainingProgram
-from pipelines.settings import TrainSettings
 from pipelines.settings.overrides import Given
 from pipelines.settings.recipe import Recipe
 from pipelines.training.custom.custom_workload import CustomWorkload
 from pipelines.training.custom.optimizer_checks import refuse_complex, refuse_unfit
 from pipelines.training.workload.state import build_on_meta, optimizer_factory_of, trained_dims
-from pipelines.training.workload.workload import Workload
 
 STATE_DIGEST, SOURCE = "state_digest", "source"
 BROUGHT = ("model", "data", "optimizer", "init_from")
@@ -66,16 +64,20 @@ def refuse_unfit_recipe(program: TrainingProgram, tries_body: bool = False) -> t
     return ()
 
 
-def notes_on(workload: Workload, settings: TrainSettings) -> tuple[str, ...]:
+def notes_on(program: TrainingProgram) -> tuple[str, ...]:
     """Notes about the recipe for the user who starts the run."""
-    num_held_out = workload.num_held_out
+    settings, num_held_out = program.settings, program.workload.num_held_out
     num_evaluated = settings.num_evaluated(num_held_out)
-    if not settings.eval_every or num_held_out <= num_evaluated:
-        return ()
-    return (
-        f"evaluations use the first {num_evaluated} of {num_held_out} held-out samples, by "
-        "eval_samples",
-    )
+    notes = []
+    if settings.eval_every and num_held_out > num_evaluated:
+        notes.append(
+            f"evaluations use the first {num_evaluated} of {num_held_out} held-out samples, by "
+            "eval_samples"
+        )
+    source = program.loop.declaration.source if program.loop is not None else None
+    if source is not None and (note := source.note_on_epochs(settings.batch)):
+        notes.append(note)
+    return tuple(notes)
 
 
 def identity(recipe: Recipe | Script, program: TrainingProgram) -> dict[str, Any]:

@@ -52,6 +52,10 @@ def in_sequence(run: Run) -> None:
     train(run, DataLoader(samples(), batch_size=MICROBATCH))
 
 
+def in_whole_steps(run: Run) -> None:
+    train(run, DataLoader(samples(), batch_size=MICROBATCH, drop_last=True))
+
+
 def weighted(run: Run) -> None:
     sampler = WeightedRandomSampler(WEIGHTS, LENGTH)
     train(run, DataLoader(samples(), batch_size=MICROBATCH, sampler=sampler))
@@ -136,6 +140,17 @@ def plain_in_sequence(number: int) -> Batch:
     return default_collate([data[i % LENGTH] for i in range(first, first + MICROBATCH)])
 
 
+def plain_in_whole_steps(number: int) -> Batch:
+    """Of the batches that a plain loader with `drop_last` has in each epoch."""
+    loader = DataLoader(samples(), batch_size=MICROBATCH * NUM_MICROBATCHES, drop_last=True)
+    pieces = [piece for points, labels in loader for piece in _pieces(points, labels)]
+    return pieces[number % len(pieces)]
+
+
+def _pieces(points: Tensor, labels: Tensor) -> Iterator[Batch]:
+    return zip(points.split(MICROBATCH), labels.split(MICROBATCH), strict=True)
+
+
 def plain_weighted(number: int, weights: list[float] | None = WEIGHTS) -> Batch:
     data, first = WithReplacement(samples(), weights), number * MICROBATCH
     return default_collate([data[i] for i in range(first, first + MICROBATCH)])
@@ -152,6 +167,7 @@ def plain_drawn(number: int) -> Batch:
 
 PLAIN: dict[str, Callable[[int], Batch]] = {
     "in_sequence": plain_in_sequence,
+    "in_whole_steps": plain_in_whole_steps,
     "weighted": plain_weighted,
     "replaced": plain_replaced,
     "drawn": plain_drawn,

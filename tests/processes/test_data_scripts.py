@@ -101,3 +101,35 @@ def test_samplers_of_a_part_and_of_torchrun_are_shuffled_by_the_run() -> None:
         source = source_of(DataLoader(data, batch_size=2, sampler=sampler))
         assert len(source.dataset) == (10 if shuffle else 0)
         assert source.epoch_size == 10
+
+
+def test_epochs_of_a_loader_that_drops_the_last_batch_are_whole_steps() -> None:
+    data = TensorDataset(torch.arange(50))
+    shuffled = source_of(DataLoader(data, batch_size=4, shuffle=True, drop_last=True)).of_steps(12)
+    assert shuffled.epoch_size == 48 and shuffled.note_on_epochs(12) is None
+    shuffled.refuse_other_length()
+    epochs = [[int(shuffled.dataset[48 * epoch + i][0]) for i in range(48)] for epoch in range(3)]
+    assert all(len(set(epoch)) == 48 for epoch in epochs)
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    sampler = SubsetOfEven()
+    own = source_of(DataLoader(data, batch_size=4, sampler=sampler, drop_last=True)).of_steps(8)
+    assert own.epoch_size == 24
+    assert [int(own.dataset[i][0]) for i in range(22, 27)] == [44, 46, 0, 2, 4]
+    with pytest.raises(LoopMisused, match="an epoch of 50 samples has no step of 52"):
+        source_of(DataLoader(data, batch_size=4, drop_last=True)).of_steps(52)
+
+
+def test_loader_with_a_short_last_batch_is_noted() -> None:
+    source = source_of(DataLoader(TensorDataset(torch.arange(50)), batch_size=4))
+    assert source.of_steps(12) is source
+    note = source.note_on_epochs(12)
+    assert note is not None and "the last 2 of an epoch are computed with the first" in note
+    assert source.note_on_epochs(25) is None
+
+
+class SubsetOfEven(Sampler[int]):
+    def __len__(self) -> int:
+        return 25
+
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(0, 50, 2))

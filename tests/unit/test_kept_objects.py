@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import deque
 from inspect import currentframe
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -169,6 +171,36 @@ def test_kept_tensors_are_contiguous_and_tensors_of_a_dictionary_stay_the_same()
     assert numbers["best"] == 0.93 and torch.equal(numbers["image"], image)
 
 
+def test_arrays_and_the_state_of_a_generator_are_restored() -> None:
+    generator, point = np.random.RandomState(3), np.zeros((2, 2), dtype=np.float32)
+    plain, frozen = np.arange(3), np.arange(2)
+    frozen.flags.writeable = False
+    average = Average()
+    average.state = {
+        "generator": generator.get_state(),
+        "point": point,
+        "seen": deque([np.ones(2)], maxlen=1),
+        "frozen": frozen,
+    }
+    kept = kept_of(plain, {"point": point}, average)
+    expected = generator.rand(4)
+    point += 1
+    plain *= 5
+    average.state = {**average.state, "generator": generator.get_state(), "frozen": frozen + 1}
+    average.state["seen"].append(np.zeros(2))
+    kept.restore()
+    assert plain.tolist() == [0, 1, 2] and not point.any()
+    assert average.state["frozen"].tolist() == [0, 1]
+    assert average.state["seen"].maxlen == 1 and average.state["seen"][0].tolist() == [1, 1]
+    generator.set_state(average.state["generator"])
+    assert (generator.rand(4) == expected).all()
+
+
+def test_array_of_objects_is_refused() -> None:
+    with pytest.raises(LoopMisused, match="names is an array of object, which is not supported"):
+        kept_of({"names": np.array(["a", None], dtype=object)})
+
+
 def test_models_that_are_prepared_and_unknown_types_are_refused() -> None:
     model = nn.Linear(2, 2)
     with pytest.raises(LoopMisused, match="weight belongs to a prepared model"):
@@ -190,7 +222,8 @@ def test_variables_that_change_and_are_not_kept_are_named() -> None:
     model, teacher, metric = nn.Linear(2, 2), nn.Linear(2, 2), nn.Module()
     metric.register_buffer("counts", torch.zeros(2))
     trainer, kept, losses, hidden = Trainer(), torch.zeros(2), [], torch.zeros(2)
-    parameters, unchanged = list(model.parameters()), [torch.zeros(2)]
+    parameters, unchanged = list(model.parameters()), [torch.zeros(2), np.zeros(3)]
+    seen = np.zeros((4, 2))
     carried = CarriedState(currentframe(), [model, *model.parameters()], [kept])
     assert carried.changed() == []
     with torch.no_grad():
@@ -201,7 +234,8 @@ def test_variables_that_change_and_are_not_kept_are_named() -> None:
     trainer.average["weight"] = trainer.average["weight"] * 0.9
     hidden += 1
     metric.counts += teacher(torch.ones(2)).detach()
-    assert carried.changed() == ["metric", "trainer.average", "hidden"]
+    seen[1] = 2
+    assert carried.changed() == ["metric", "trainer.average", "hidden", "seen"]
     hidden += 1
     assert carried.changed() == [] and unchanged
 

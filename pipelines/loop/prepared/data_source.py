@@ -17,7 +17,13 @@ from torch.utils.data import (
 )
 
 from pipelines.loop.state.errors import LoopMisused
-from pipelines.reading.endless import DrawnBatches, Endless, InSequence, WithReplacement
+from pipelines.reading.endless import (
+    DrawnBatches,
+    Endless,
+    InSequence,
+    ShuffledInPart,
+    WithReplacement,
+)
 from pipelines.reading.sampler_order import InSamplerOrder
 from pipelines.reading.stream import is_stream
 from pipelines.reading.stream_positions import digest_of
@@ -46,6 +52,8 @@ class DataSource:
     """The loader's `worker_init_fn`."""
     first_length: int = 0
     """`length` before the loop."""
+    drops_last: bool = False
+    """Whether an epoch consists of whole steps."""
 
     @property
     def length(self) -> int:
@@ -56,6 +64,40 @@ class DataSource:
             case Endless():
                 return self.dataset.length
         return 0 if is_stream(self.dataset) else len(self.dataset)
+
+    def of_steps(self, batch: int) -> DataSource:
+        """The source for steps of `batch` samples: without the last ones of each epoch that do not
+        fill a step, if the loader has `drop_last`. Raises `LoopMisused` if none fills one."""
+        size = self.epoch_size - self.epoch_size % batch
+        if not self.drops_last or size == self.epoch_size:
+            return self
+        if not size:
+            raise LoopMisused(
+                f"run.steps: an epoch of {self.epoch_size} samples has no step of {batch}, and the "
+                "loader has drop_last=True: use a smaller batch_size, or fewer microbatches"
+            )
+        dataset: Dataset = self.dataset
+        match dataset:
+            case InSequence():
+                dataset = InSequence(dataset.dataset, size)
+            case InSamplerOrder():
+                dataset = InSamplerOrder(dataset.dataset, dataset.sampler, size)
+            case WithReplacement():
+                """Each sample is drawn for itself."""
+            case _:
+                dataset = ShuffledInPart(dataset, size)
+        return replace(self, dataset=dataset, epoch_size=size)
+
+    def note_on_epochs(self, batch: int) -> str | None:
+        """What a user may not expect of the last batch of an epoch, or None."""
+        rest = self.epoch_size % batch
+        if not rest or isinstance(self.dataset, WithReplacement):
+            return None
+        return (
+            f"{self.epoch_size} samples are not a multiple of the {batch} of a step: the last "
+            f"{rest} of an epoch are computed with the first ones of the next; a loader with "
+            "drop_last=True drops them"
+        )
 
     def refuse_other_length(self) -> None:
         """Raise `LoopMisused` if the dataset has more or fewer samples than before the loop."""
@@ -76,7 +118,7 @@ def source_of(loader: DataLoader[Any]) -> DataSource:
     dataset, length = _ordered(loader)
     reading = _reading_of(loader)
     source = DataSource(dataset, collate, size, length, reading, loader.worker_init_fn)
-    return replace(source, first_length=source.length)
+    return replace(source, first_length=source.length, drops_last=loader.drop_last)
 
 
 def drawn_by(function: Callable[..., Any], arguments: Sequence[Any]) -> DataSource:

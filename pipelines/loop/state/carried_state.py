@@ -6,7 +6,10 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from types import FrameType
 from typing import Any
 from weakref import ref
+from zlib import adler32
 
+import numpy as np
+from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from actors.distributed.torch_private import num_changes
@@ -16,11 +19,15 @@ NUM_WATCHED_STEPS = 3
 """After these a script's variables are no longer looked at."""
 NUM_LOOKED_AT = 1000
 """So many of the first items of a list are looked at."""
-_Mark = tuple["ref[Tensor]", int]
+WATCHED = (nn.Module, Tensor, np.ndarray, list, dict)
+NUM_BYTES = 1 << 20
+"""So many of the first bytes of an array are compared."""
+_Mark = tuple["ref[Any]", int]
 
 
 class CarriedState:
-    """The modules, tensors and collections of tensors that a script has made before its loop.
+    """The modules, tensors and arrays, and collections of tensors and arrays, that a script has
+    made before its loop.
 
     Variables of its function are watched, and attributes of objects of its own classes.
     """
@@ -40,7 +47,7 @@ class CarriedState:
         self._watched = {
             name: (value, self._marks(value))
             for name, value in _variables(frame)
-            if isinstance(value, nn.Module | Tensor | list | dict) and id(value) not in self._known
+            if isinstance(value, WATCHED) and id(value) not in self._known
         }
         self._num_steps = 0
 
@@ -67,11 +74,13 @@ class CarriedState:
                 )
 
     def _marks(self, value: Any) -> list[_Mark]:
-        """Which tensors a value has, and how often each has been changed."""
+        """Which tensors and arrays a value has, and how often each tensor has been changed, or a
+        checksum of the array."""
         return [
-            (ref(tensor), num_changes(tensor))
-            for tensor in _tensors_of(value)
-            if id(tensor) not in self._known and not tensor.is_inference()
+            (ref(item), _mark_of(item))
+            for item in _values_of(value)
+            if id(item) not in self._known
+            and not (isinstance(item, Tensor) and item.is_inference())
         ]
 
 
@@ -93,15 +102,27 @@ def _variables(frame: FrameType | None) -> Iterator[tuple[str, Any]]:
             yield name, value
 
 
-def _tensors_of(value: Any) -> Iterator[Tensor]:
-    """Its tensors of several elements: single numbers are mostly notes of what has happened."""
+def _mark_of(item: Tensor | NDArray[Any]) -> int:
+    if isinstance(item, Tensor):
+        return num_changes(item)
+    return adler32(item.ravel()[: NUM_BYTES // item.itemsize].tobytes())
+
+
+def _values_of(value: Any) -> Iterator[Tensor | NDArray[Any]]:
+    """Its tensors and arrays of several elements: single numbers are mostly notes of what has
+    happened."""
+    items: Iterable[Any]
     match value:
         case nn.Module():
-            tensors = [*value.parameters(), *value.buffers()]
-        case Tensor():
-            tensors = [value]
+            items = [*value.parameters(), *value.buffers()]
+        case Tensor() | np.ndarray():
+            items = [value]
         case Mapping():
-            tensors = [part for part in value.values() if isinstance(part, Tensor)]
+            items = value.values()
         case _:
-            tensors = [part for part in value[:NUM_LOOKED_AT] if isinstance(part, Tensor)]
-    return (tensor for tensor in tensors if tensor.numel() > 1)
+            items = value[:NUM_LOOKED_AT]
+    for item in items:
+        is_tensor = isinstance(item, Tensor) and item.numel() > 1
+        is_array = isinstance(item, np.ndarray) and item.size > 1
+        if is_tensor or (is_array and not item.dtype.hasobject):
+            yield item

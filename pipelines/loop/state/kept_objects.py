@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, MutableMapping
 from copy import copy
 from typing import Any
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -23,7 +25,8 @@ MOST = 2.0**53
 
 
 class KeptObjects:
-    """Tensors, dictionaries, modules and other objects with a `state_dict`, as named tensors.
+    """Tensors, arrays, dictionaries, modules and other objects with a `state_dict`, as named
+    tensors.
 
     Every worker has the whole of each, and its script changes it as those of the others do. So the
     numbers in them are part of the run's state as one copy.
@@ -36,14 +39,14 @@ class KeptObjects:
 
     def add(self, item: Any) -> None:
         """Raises `LoopMisused` for an object whose values cannot be read and written."""
-        is_known = isinstance(item, Tensor | MutableMapping) or (
+        is_known = isinstance(item, Tensor | np.ndarray | MutableMapping) or (
             hasattr(item, "state_dict") and hasattr(item, "load_state_dict")
         )
         if not is_known:
             raise LoopMisused(
-                f"run.keep: cannot keep {type(item).__name__}; pass a tensor that is changed in "
-                "place, a dictionary of tensors and numbers, or an object with state_dict() and "
-                "load_state_dict()"
+                f"run.keep: cannot keep {type(item).__name__}; pass a tensor or an "
+                "array that is changed in place, a dictionary of these and numbers, or an object "
+                "with state_dict() and load_state_dict()"
             )
         if any(item is known for known in self.objects):
             return
@@ -122,6 +125,8 @@ class KeptObjects:
             match item:
                 case Tensor():
                     item.copy_(self.kept[prefix])
+                case np.ndarray():
+                    _restored(item, prefix, self.kept)
                 case MutableMapping():
                     item.update(_restored(item, prefix, self.kept))
                 case _:
@@ -135,7 +140,7 @@ class KeptObjects:
         """The live tensors, and numbers as tensors."""
         live: dict[str, Tensor] = {}
         for number, item in enumerate(self.objects):
-            is_plain = isinstance(item, Tensor | MutableMapping)
+            is_plain = isinstance(item, Tensor | np.ndarray | MutableMapping)
             live.update(_leaves(item if is_plain else item.state_dict(), _root(number)))
         return live
 
@@ -165,6 +170,8 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
             raise LoopMisused(f"run.keep: {_described(path)} is a part of a sharded tensor")
         case Tensor():
             yield path, value.detach()
+        case np.ndarray():
+            yield path, _tensor_of(value, path)
         case bool() | int() | float() | np.generic():
             number = float(value)
             if abs(number) > MOST and number.is_integer():
@@ -173,7 +180,7 @@ def _leaves(value: Any, path: str) -> Iterator[tuple[str, Tensor]]:
         case Mapping():
             for key, part in value.items():
                 yield from _leaves(part, _joined(path, key))
-        case list() | tuple():
+        case list() | tuple() | deque():
             for key, part in enumerate(value):
                 yield from _leaves(part, _joined(path, key))
 
@@ -187,6 +194,12 @@ def _restored(value: Any, path: str, values: Mapping[str, Tensor]) -> Any:
             if value.is_inference() or (value.shape, value.dtype) != (kept.shape, kept.dtype):
                 return kept.clone()
             return value.copy_(kept)
+        case np.ndarray():
+            kept_values = values[path].cpu().numpy().view(value.dtype)
+            if not value.flags.writeable or value.shape != kept_values.shape:
+                return kept_values.copy()
+            value[...] = kept_values
+            return value
         case bool():
             return bool(values[path])
         case int():
@@ -199,6 +212,9 @@ def _restored(value: Any, path: str, values: Mapping[str, Tensor]) -> Any:
             for key, part in value.items():
                 restored[key] = _restored(part, _joined(path, key), values)  # type: ignore[index]
             return restored
+        case deque():
+            parts = [_restored(part, _joined(path, k), values) for k, part in enumerate(value)]
+            return deque(parts, value.maxlen)
         case list() | tuple():
             parts = [_restored(part, _joined(path, k), values) for k, part in enumerate(value)]
             return type(value)(*parts) if hasattr(value, "_fields") else type(value)(parts)
@@ -207,11 +223,26 @@ def _restored(value: Any, path: str, values: Mapping[str, Tensor]) -> Any:
 
 def _refuse_other_values(item: Mapping[Any, Any]) -> None:
     for key, value in item.items():
-        if not isinstance(value, Tensor | bool | int | float | np.generic):
+        if not isinstance(value, Tensor | np.ndarray | bool | int | float | np.generic):
             raise LoopMisused(
                 f"run.keep: {key!r} is {type(value).__name__}: a dictionary that is kept may hold "
-                "tensors and numbers"
+                "tensors, arrays and numbers"
             )
+
+
+def _tensor_of(array: NDArray[Any], path: str) -> Tensor:
+    """A tensor of an array's values, if it can in the same memory. Unsigned integers, such as the
+    state of a generator, become signed ones of the same bits."""
+    values = np.require(array, requirements=["C", "W"])
+    if values.dtype.kind == "u" and values.itemsize > 1:
+        values = values.view(f"i{values.itemsize}")
+    try:
+        return torch.from_numpy(values)
+    except TypeError:
+        raise LoopMisused(
+            f"run.keep: {_described(path)} is an array of {array.dtype}, which is not supported; "
+            "use one of numbers"
+        ) from None
 
 
 def _root(number: int) -> str:
