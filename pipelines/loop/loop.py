@@ -58,6 +58,8 @@ class Loop:
         """What the script waits for on its way."""
         self.number = 0
         """The step that the script has begun, with the values in `state`."""
+        self.begun_at: int | None = None
+        """The first step that the script has begun."""
         self.left_after: int | None = None
         """The committed step after which the script has left its loop."""
         self.has_proceeded = False
@@ -127,6 +129,7 @@ class Loop:
             self._is_repeat, self._is_judged = not self._is_judged, True
             self.state.load(state())
             self.number, self._before = number, number - 1
+            self.begun_at = self.begun_at or number
             self._at = self._step(number, position)
             self._resume(Begin(self._at))
         self.called.at.is_first_worker = self.is_first_worker
@@ -239,7 +242,7 @@ class Loop:
         self.called = called = CalledModels(
             ScriptMoment(lambda: thread.request(Request.WEIGHTS), lambda: thread.is_current)
         )
-        self.request = self._at = self.left_after = None
+        self.request = self._at = self.left_after = self.begun_at = None
         self.number, self.has_proceeded, self._is_judged = 0, False, True
         self._abandon = finalize(self, self._thread.abandon)
         # A thread that frees tensors while the interpreter exits would abort the process.

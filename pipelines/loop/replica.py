@@ -10,10 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from actors.distributed.stall import wait_for
 from actors.distributed.torch_private import scale_tensors
 from actors.runtime.program import Applied, Evaluation, Groups, Interrupt
-from elastic.geometry.shard_map import sharding_of
 from elastic.geometry.tensor_specs import TensorSpec
 from elastic.protocol.votes import Vote
 from pipelines.loop.loop import Loop
@@ -22,7 +20,13 @@ from pipelines.loop.reports import ReportSums
 from pipelines.loop.state.errors import LoopMisused
 from pipelines.loop.step import Position
 from pipelines.loop.thread import Request
-from pipelines.loop.whole_weights import broadcast, gather_whole
+from pipelines.loop.whole_weights import (
+    broadcast,
+    gather_whole,
+    share,
+    sum_over_workers,
+    write_regions,
+)
 from pipelines.settings import TrainSettings
 from pipelines.training.custom.modules.custom_module import seeded
 from pipelines.training.passes.pass_size import PassObservations
@@ -31,7 +35,6 @@ from pipelines.training.passes.running_buffers import RunningBuffers
 from pipelines.training.passes.stage_buffers import StageBuffers
 from pipelines.training.passes.stage_modules import Stage
 from pipelines.training.replica.replica import ShardedReplica
-from pipelines.training.workload.initial_values import slices_of
 from pipelines.training.workload.state import SCRIPT, state_specs
 from pipelines.training.workload.workload import Workload
 
@@ -67,6 +70,8 @@ class LoopReplica(ShardedReplica):
         self._committed: int | None = None
         """The step whose state this replica has; None: it has not resumed yet."""
         self._is_done = False
+        self._first = 0
+        """The world rank of the first worker."""
         self._report_sums = ReportSums()
 
     def _pipeline_passes(self, stages: Sequence[Stage], moving: StageBuffers) -> Passes:
@@ -94,7 +99,7 @@ class LoopReplica(ShardedReplica):
         loop, step = self.loop, committed_step + 1
         self._committed = committed_step
         loop.reporting = None  # the step before is recorded already
-        loop.is_first_worker = self.groups.world_rank == 0 and not self._is_alone
+        self._choose_first(step, interrupt)
         is_stuck = loop.is_busy and loop.is_in_body  # in a collective of a generation before
         if is_stuck or loop.number not in (0, step):
             loop.restart_script()
@@ -109,6 +114,16 @@ class LoopReplica(ShardedReplica):
         else:  # the scripts of the session before have failed behind their loop
             loop.begin_behind(committed_step, self._script_state)
         self._serve(interrupt)
+
+    def _choose_first(self, step: int, interrupt: Interrupt) -> None:
+        """The first worker is the one whose script has run for longest: its variables, such as
+        running means that it prints, have seen the most steps."""
+        begun = [0.0] * self.groups.layout.num_workers
+        begun[self.groups.world_rank] = self.loop.begun_at or step
+        counted = sum_over_workers(begun, self.groups)
+        interrupt()
+        self._first = counted.index(min(counted))
+        self.loop.is_first_worker = self._first == self.groups.world_rank and not self._is_alone
 
     def compute(
         self, step: int, interrupt: Interrupt, skipped_batches: Sequence[int] = ()
@@ -164,17 +179,18 @@ class LoopReplica(ShardedReplica):
         return self._report_sums.means()
 
     def finish(self, interrupt: Interrupt) -> None:
-        """Let the script of the first worker that has one behind its loop run to its end, unless
-        one has begun to."""
+        """Let the script of the first worker, or of another one behind its loop, run to its end,
+        unless one has begun to."""
         if not self._is_done:
             return
         rank, size = self.groups.world_rank, self.groups.layout.num_workers
         is_waiting = self._place() == BEHIND
         waiting_or_begun = [0] * (2 * size)
         waiting_or_begun[rank], waiting_or_begun[size + rank] = is_waiting, self.loop.has_proceeded
-        counted = self._sum(waiting_or_begun)
+        counted = sum_over_workers(waiting_or_begun, self.groups)
         interrupt()
-        if not any(counted[size:]) and counted.index(1.0) == rank:
+        chosen = self._first if counted[self._first] else counted.index(1.0)
+        if not any(counted[size:]) and chosen == rank:
             self.loop.proceed()
         self._serve(interrupt)
 
@@ -239,7 +255,7 @@ class LoopReplica(ShardedReplica):
         state = self.loop.state
         own_fingerprint = state.fingerprint if place == AT_BODY else [0.0] * len(state.fingerprint)
         packed = reports.packed({} if lacks else own)
-        numbers = self._sum([*places, float(lacks), *own_fingerprint, *packed])
+        numbers = sum_over_workers([*places, float(lacks), *own_fingerprint, *packed], self.groups)
         interrupt()  # an aborted reduction may have returned garbage
         if reporting is not None and not lacks:
             self.loop.reporting = None
@@ -263,13 +279,6 @@ class LoopReplica(ShardedReplica):
             return BEHIND
         return AT_BODY if loop.is_at(self._committed) else ABSENT
 
-    def _sum(self, numbers: Sequence[float]) -> list[float]:
-        """The sums of these numbers over all workers."""
-        counted = torch.tensor(numbers, dtype=torch.float64, device=self.groups.device)
-        wait_for(self.groups.world.allreduce([counted]))
-        summed: list[float] = counted.tolist()
-        return summed
-
     def _share_values(self, step: int, interrupt: Interrupt) -> None:
         """Take the numbers of a worker whose script has begun this step.
 
@@ -291,7 +300,7 @@ class LoopReplica(ShardedReplica):
         """Take the script's values of the first worker that has them, if one has."""
         having = [0] * self.groups.layout.num_workers
         having[self.groups.world_rank] = int(has_values)
-        counted = self._sum(having)
+        counted = sum_over_workers(having, self.groups)
         interrupt()
         if any(counted):
             first = counted.index(1.0)
@@ -307,48 +316,13 @@ class LoopReplica(ShardedReplica):
         """Take what a script has changed in its models since the latest step, on all workers alike,
         from the first worker that has it."""
         changed = self.loop.called.at.values.kept_tensors()
-        having = [0.0] * self.groups.layout.num_workers
-        having[self.groups.world_rank] = float(len(changed))
-        counted = self._sum(having)
-        interrupt()
-        if not any(counted):
-            return
-        first = next(rank for rank, count in enumerate(counted) if count)
-        is_first = first == self.groups.world_rank
-        named = {spec.name: spec for spec in self._weights}
-        chosen = self._sum([float(is_first and name in changed) for name in named])
-        interrupt()
-        received = {}
-        for (name, spec), is_chosen in zip(named.items(), chosen, strict=True):
-            if is_chosen:
-                dtype, device = getattr(torch, spec.dtype), self.groups.device
-                value = torch.empty(spec.shape, dtype=dtype, device=device)
-                if is_first:
-                    value.copy_(changed[name])
-                broadcast(value, first, self.groups)
-                interrupt()
-                received[name] = value
-        self._replace(received)
+        self._replace(share(self._weights, changed, self.groups, interrupt))
 
-    @torch.no_grad()
     def _replace(self, values: Mapping[str, Tensor]) -> None:
         """Replace this rank's regions by those of the whole tensors with these names."""
-        if not values:
-            return
-        held = self.state.tensors()
-        for spec in self._weights:
-            value, local = values.get(spec.name), held.get(spec.name)
-            if value is None or local is None:
-                continue
-            if value.is_floating_point() and value.itemsize < local.itemsize:
-                raise LoopMisused(
-                    f"the script has changed {spec.name} of its model between two steps, in "
-                    f"{value.dtype}, of which the run holds more digits: prepare the model in "
-                    f"{local.dtype}"
-                )
-            region = sharding_of(spec, self.groups.layout).region(self.groups.world_rank)
-            local.copy_(value[slices_of(region)])
-        self.sharded.after_step()
+        if values:
+            write_regions(self._weights, values, self.state.tensors(), self.groups)
+            self.sharded.after_step()
 
     def _restore_script(self) -> None:
         self.loop.state.load(self._script_state())

@@ -4,6 +4,7 @@ loops."""
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -61,6 +62,30 @@ def follows(run: Run) -> None:
                 die_once(step, "between")
             followed.follow(model, step.loss, optimizer.param_groups[0])
     note_values(NUM_STEPS, "averaged", dict(followed.averaged.state_dict()))
+
+
+def first_dies(run: Run) -> None:
+    """The first worker dies twice; a variable counts the steps that its worker has seen."""
+    model, optimizer, _, loader = build_training(is_scheduled=False)
+    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    num_seen = 0
+    for step in run.steps(NUM_STEPS, microbatches=NUM_MICROBATCHES):
+        with step:
+            for number, (points, labels) in enumerate(step.batches()):
+                if step.number in (8, 16) and number == 1 and step.is_first_worker:
+                    die_first(f"first {step.number}")
+                step.backward(nn.functional.cross_entropy(model(points), labels))
+        if step.committed:
+            num_seen += 1
+            if step.is_first_worker:
+                note_values(step.number, "seen", {"steps": torch.tensor(num_seen)})
+    note_values(NUM_STEPS, "below", {"steps": torch.tensor(num_seen)})
+
+
+def die_first(moment: str) -> None:
+    if FOLDER in os.environ and not (mark := Path(os.environ[FOLDER]) / moment).exists():
+        mark.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
 
 
 def plain_follows() -> Iterator[tuple[float, dict[str, Tensor]]]:

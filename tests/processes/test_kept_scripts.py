@@ -28,6 +28,25 @@ def test_kept_objects_are_those_of_a_plain_loop_through_deaths(layout: str, tmp_
         torch.testing.assert_close(value, averaged[-1][name], rtol=1e-9, atol=1e-12)
 
 
+def test_first_worker_is_the_one_that_has_trained_for_longest(tmp_path: Path) -> None:
+    """Workers that stand by take the place of rank 0 at once."""
+    (marks := tmp_path / "marks").mkdir()
+    run = run_in_processes(
+        tmp_path,
+        script_of(kept_scripts.first_dies).settings,
+        4,
+        layout="dp=2",
+        recipe=f"{kept_scripts.__file__}:first_dies",
+        environment={loops.FOLDER: str(marks)},
+    )
+    assert run.stopped.outcome == "completed", run.stopped
+    assert len(run.lines_of("WorkerLost")) == 2
+    files = [*marks.glob("seen-*.pt"), *marks.glob("below-*.pt")]
+    seen = {int(file.name.split("-")[1]): int(torch.load(file)["steps"]) for file in files}
+    assert {number: seen[number] for number in range(1, 16)} == {n: n for n in range(1, 16)}
+    assert max(seen) == loops.NUM_STEPS
+
+
 def test_resumed_run_has_the_kept_objects(tmp_path: Path) -> None:
     recipe = f"{kept_scripts.__file__}:follows"
     settings = script_of(kept_scripts.follows).settings
