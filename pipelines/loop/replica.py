@@ -227,7 +227,8 @@ class LoopReplica(ShardedReplica):
                 f"step {(self._committed or 0) + 1}: the scripts of the workers have different "
                 "learning rates, schedules or kept objects, or have stepped different optimizers: "
                 "decide these by what is the same on all workers, such as step.number, step.loss "
-                "or run.evaluate(), not by the loss of this worker's microbatches"
+                "or run.evaluate(), not by the loss of this worker's microbatches, and pass "
+                "variables that decide them to run.keep: a worker that joins has their first values"
             )
 
     def _await_script(self) -> None:

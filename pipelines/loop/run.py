@@ -23,7 +23,7 @@ from pipelines.loop.prepared.called_module import CalledModels
 from pipelines.loop.prepared.data_source import DataSource, drawn_by, source_of
 from pipelines.loop.prepared.model import prepare_model
 from pipelines.loop.prepared.optimizer_factory import ScriptOptimizerFactory
-from pipelines.loop.prepared.refusals import refuse_distributed
+from pipelines.loop.prepared.refusals import refuse_distributed, refuse_prepared
 from pipelines.loop.prepared.script_moment import Moment
 from pipelines.loop.prepared.wrappers import (
     PreparedLoader,
@@ -254,6 +254,7 @@ class Run:
             self._factory.values.take(optimizer)
 
     def _prepared(self, item: Any) -> Any:
+        refuse_prepared(item)
         refuse_distributed(item)
         match item:
             case nn.Module():

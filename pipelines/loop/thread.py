@@ -105,6 +105,8 @@ class LoopThread:
         self._thread = threading.Thread(target=self._run, name="loop", daemon=True)
         self._end: BaseException | None = None
         self._has_begun = False
+        self._first: int | None = None
+        """The number of the step that the script has begun with."""
         self._step: Step | None = None
         self._next: Step | None = None
         self.is_running = False
@@ -190,6 +192,7 @@ class LoopThread:
         turn = self._turn()
         assert isinstance(turn, Begin)
         self._next, self._has_begun = turn.step, True
+        self._first = turn.step.number if turn.step else None
         state.restore()
         loops: set[Place] = set()
         try:
@@ -254,9 +257,22 @@ class LoopThread:
             )
         except Abandoned:
             return
+        except NameError as error:
+            self._end = self._explained(error)
         except BaseException as error:
             self._end = _as_failure(error)
         self._outcomes.put(self._end)
+
+    def _explained(self, error: NameError) -> Exception:
+        """A variable may be unset on a worker that has joined, and set on the others."""
+        if self._first in (None, 1):
+            return error
+        mistake = LoopMisused(
+            f"{error}: this worker has begun at step {self._first}, so variables that the steps "
+            "before have set are unset: set them before the loop"
+        )
+        mistake.place = place_of(error)
+        return mistake.with_traceback(error.__traceback__)
 
 
 def _report(carried: list[str], is_first_worker: bool) -> None:

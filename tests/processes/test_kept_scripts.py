@@ -8,7 +8,7 @@ import kept_scripts
 import loops
 import pytest
 import torch
-from harness import run_in_processes
+from harness import Outcome, run_in_processes
 from test_script_habits import run_habit
 
 from pipelines.loop.script import script_of
@@ -28,19 +28,24 @@ def test_kept_objects_are_those_of_a_plain_loop_through_deaths(layout: str, tmp_
         torch.testing.assert_close(value, averaged[-1][name], rtol=1e-9, atol=1e-12)
 
 
-def test_first_worker_is_the_one_that_has_trained_for_longest(tmp_path: Path) -> None:
-    """Workers that stand by take the place of rank 0 at once."""
-    (marks := tmp_path / "marks").mkdir()
-    run = run_in_processes(
-        tmp_path,
-        script_of(kept_scripts.first_dies).settings,
+def run_with_standbys(folder: Path, name: str) -> Outcome:
+    """Two workers stand by and take the places of those that die at once, also that of rank 0."""
+    (folder / "marks").mkdir()
+    return run_in_processes(
+        folder,
+        script_of(getattr(kept_scripts, name)).settings,
         4,
         layout="dp=2",
-        recipe=f"{kept_scripts.__file__}:first_dies",
-        environment={loops.FOLDER: str(marks)},
+        recipe=f"{kept_scripts.__file__}:{name}",
+        environment={loops.FOLDER: str(folder / "marks")},
     )
+
+
+def test_first_worker_is_the_one_that_has_trained_for_longest(tmp_path: Path) -> None:
+    run = run_with_standbys(tmp_path, "first_dies")
     assert run.stopped.outcome == "completed", run.stopped
     assert len(run.lines_of("WorkerLost")) == 2
+    marks = tmp_path / "marks"
     files = [*marks.glob("seen-*.pt"), *marks.glob("below-*.pt")]
     seen = {int(file.name.split("-")[1]): int(torch.load(file)["steps"]) for file in files}
     assert {number: seen[number] for number in range(1, 16)} == {n: n for n in range(1, 16)}
@@ -71,6 +76,15 @@ def test_break_keeps_what_the_last_step_has_changed(tmp_path: Path) -> None:
         for file in marks.glob(f"counts-{last_step}-*.pt"):
             assert torch.load(file)["updates"] == last_step
     assert len(list(marks.glob("counts-*.pt"))) == 4
+
+
+def test_variable_that_a_new_worker_lacks_is_explained(tmp_path: Path) -> None:
+    run = run_with_standbys(tmp_path, "sets_in_first_step")
+    assert run.stopped.outcome == "user_error", run.stopped
+    reason = run.stopped.reason
+    assert f"{kept_scripts.__file__}, line" in reason
+    assert "variable 'best'" in reason and "this worker has begun at step 8" in reason
+    assert "set them before the loop" in reason
 
 
 @pytest.mark.parametrize(

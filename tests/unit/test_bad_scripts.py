@@ -92,6 +92,12 @@ MISTAKES = {
         "model[2](model[1](first(x))), y",
         "linear of a parameter, or of a part, that was taken out of the model before the loop",
     ),
+    "optimizer of an execution before": (
+        PREPARE,
+        f"global made; made = optimizer = globals().get('made', optimizer); {PREPARE}; "
+        "made = optimizer",
+        "run.prepare: the SGD was prepared before: the function runs several times",
+    ),
     "clipping": (STEP, "nn.utils.clip_grad_norm_(model.parameters(), 1)", "max_grad_norm="),
     "closure": (STEP, "optimizer.step(lambda: loss)", "optimizer.step(closure): a run computes"),
     "no block": ("with step:", "if True:", "exist only within `with step:`"),

@@ -8,6 +8,12 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from pipelines.errors import UserError
 from pipelines.loop.prepared.optimizer_factory import ScriptOptimizerFactory
+from pipelines.loop.prepared.wrappers import (
+    PreparedLoader,
+    PreparedOptimizer,
+    PreparedScaler,
+    PreparedScheduler,
+)
 from pipelines.loop.state.errors import LoopMisused
 from pipelines.reading.foreign_datasets import refuse_foreign
 from pipelines.training.custom.optimizer_checks import refuse_complex, refuse_unfit
@@ -29,6 +35,17 @@ def refuse_unkeepable(factory: ScriptOptimizerFactory, model: nn.Module, steps: 
         raise
     except UserError as error:
         raise LoopMisused(f"run.prepare: {error}") from error
+
+
+def refuse_prepared(item: object) -> None:
+    """Raise `LoopMisused` for what an execution of the function before has prepared."""
+    wrappers = (PreparedOptimizer, PreparedScheduler, PreparedScaler, PreparedLoader)
+    if isinstance(item, wrappers):
+        kind = type(item.declared).__name__
+        raise LoopMisused(
+            f"run.prepare: the {kind} was prepared before: the function runs several times in a "
+            "process, so make model, optimizer and loader in it, not at the top of the file"
+        )
 
 
 def refuse_distributed(item: object) -> None:
