@@ -235,7 +235,12 @@ class Loop:
     def _begin(self) -> None:
         self._thread = thread = LoopThread(
             lambda thread: script(
-                Run(thread.steps, called, lambda: thread.request(Request.EVALUATION))
+                Run(
+                    thread.steps,
+                    called,
+                    lambda: thread.request(Request.EVALUATION),
+                    lambda: thread.request(Request.OPTIMIZER),
+                )
             )
         )
         script = self._script

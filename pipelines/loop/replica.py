@@ -22,6 +22,7 @@ from pipelines.loop.step import Position
 from pipelines.loop.thread import Request
 from pipelines.loop.whole_weights import (
     broadcast,
+    empty,
     gather_whole,
     share,
     sum_over_workers,
@@ -345,14 +346,20 @@ class LoopReplica(ShardedReplica):
             self._share_changes(interrupt)
             with seeded(self.settings.seed):  # the script draws on as if it had not evaluated
                 return self.evaluate(self.settings.steps, interrupt)
-        into = self.loop.called.at.values.tensors() if keeps else {}
-        gather_whole(self._weights, self.state.tensors(), self.groups, interrupt, into)
-        return None
+        specs, into = self._weights, self.loop.called.at.values.tensors() if keeps else {}
+        if wanted is Request.OPTIMIZER:
+            specs = [spec for spec in self._specs if spec.kind == "optimizer"]
+            into = {spec.name: empty(spec, torch.device("cpu")) for spec in specs if keeps}
+        gather_whole(specs, self.state.tensors(), self.groups, interrupt, into)
+        return into
+
+    @cached_property
+    def _specs(self) -> tuple[TensorSpec, ...]:
+        return state_specs(self.workload, self.settings)
 
     @cached_property
     def _weights(self) -> list[TensorSpec]:
-        specs = state_specs(self.workload, self.settings)
-        return [spec for spec in specs if spec.kind in ("parameter", "buffer")]
+        return [spec for spec in self._specs if spec.kind in ("parameter", "buffer")]
 
     def _position(self, step: int) -> Position:
         epoch_size = self.loop.declaration.source.epoch_size

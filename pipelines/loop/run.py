@@ -51,12 +51,14 @@ class Run:
         begin: Callable[[Declaration], Iterator[Step]],
         models: CalledModels,
         evaluate: Callable[[], Evaluation],
+        gather_optimizer: Callable[[], Mapping[str, Tensor]] = dict,
     ) -> None:
         """`begin` starts the steps of a declaration; `models` receive the calls of those that are
-        prepared; `evaluate` evaluates on all workers."""
+        prepared; `evaluate` evaluates on all workers, and `gather_optimizer` gathers the whole
+        optimizer state by its names in the run."""
         self._begin = begin
         self._models, self._at = models, models.at
-        self._evaluate = evaluate
+        self._evaluate, self._gather_optimizer = evaluate, gather_optimizer
         self._optimizers: list[Optimizer] = []
         self._schedulers: list[LRScheduler] = []
         self._scaler: LossScaler | None = None
@@ -248,6 +250,17 @@ class Run:
         if self._factory is not None and self._at.moment is Moment.IN_STEP:
             self._factory.values.note_step(optimizer)
 
+    def _whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        """The `state_dict` of an optimizer."""
+        if self._at.moment is Moment.IN_STEP:
+            raise LoopMisused(
+                "optimizer.state_dict: within a step it is sharded over the workers; use it "
+                "between two steps"
+            )
+        if self._factory is None or self._at.moment is Moment.BEFORE_LOOP:
+            return optimizer.state_dict()
+        return self._factory.state_dict(optimizer, self._gather_optimizer())
+
     def _before_schedule(self, optimizer: Optimizer) -> None:
         self._at.refuse_unread()
         if self._factory is not None and self._at.moment is Moment.IN_STEP:
@@ -261,7 +274,8 @@ class Run:
                 return prepare_model(item, self._models)
             case Optimizer():
                 self._optimizers.append(item)
-                return PreparedOptimizer(item, partial(self._note_step, item))
+                note_step, whole = partial(self._note_step, item), partial(self._whole_state, item)
+                return PreparedOptimizer(item, note_step, whole)
             case LRScheduler():
                 self._schedulers.append(item)
                 return PreparedScheduler(item, partial(self._before_schedule, item.optimizer))

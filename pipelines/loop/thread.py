@@ -31,7 +31,8 @@ class Request(Enum):
     """What a script asks of all workers between two steps."""
 
     WEIGHTS = 1
-    EVALUATION = 2
+    OPTIMIZER = 2
+    EVALUATION = 3
 
 
 class Arrived(Enum):

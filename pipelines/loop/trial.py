@@ -241,10 +241,11 @@ def _bring_to_body(loop: Loop, workload: CustomWorkload) -> None:
 
 
 def _answer(request: Request, workload: CustomWorkload) -> Any:
-    """The model has the values of step 0 already; its loss does not matter."""
+    """The model has the values of step 0 already, and its optimizers have no state; the loss does
+    not matter."""
     if request is Request.EVALUATION:
         return Evaluation(1.0, dict.fromkeys(workload.metrics, 1.0))
-    return None
+    return {}
 
 
 def _refuse_no_gradient(module: nn.Module) -> None:

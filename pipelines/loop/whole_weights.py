@@ -24,6 +24,11 @@ def sum_over_workers(numbers: Sequence[float], groups: Groups) -> list[float]:
     return summed
 
 
+def empty(spec: TensorSpec, device: torch.device) -> Tensor:
+    """A whole tensor of a spec without values."""
+    return torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=device)
+
+
 def broadcast(tensor: Tensor, rank: int, groups: Groups) -> None:
     """Give all workers the tensor of one rank, in place."""
     options = BroadcastOptions()
@@ -52,7 +57,7 @@ def gather_whole(
 
 def _gathered(spec: TensorSpec, local: Tensor | None, groups: Groups) -> Tensor:
     sharding = sharding_of(spec, groups.layout)
-    whole = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=groups.device)
+    whole = empty(spec, groups.device)
     for rank in sharding.first_holders():
         region = sharding.region(rank)
         if not region.num_elements:
@@ -82,7 +87,7 @@ def share(
     interrupt()
     shared = {}
     for spec in (spec for spec, is_chosen in zip(specs, chosen, strict=True) if is_chosen):
-        value = torch.empty(spec.shape, dtype=getattr(torch, spec.dtype), device=groups.device)
+        value = empty(spec, groups.device)
         if is_first:
             value.copy_(own[spec.name])
         broadcast(value, first, groups)

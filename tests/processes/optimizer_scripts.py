@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from copy import deepcopy
 from typing import Any
 
 import torch
 from loops import NUM_MICROBATCHES, NUM_STEPS, build_training, plain
-from script_habits import compute
+from script_habits import compute, note_values
 from torch import Tensor, nn
 from torch.optim import ASGD, SGD, Adafactor, AdamW, Muon, NAdam, Optimizer, Rprop
-from torch.optim.lr_scheduler import StepLR
+from torch.optim.lr_scheduler import LambdaLR, StepLR
 
 from pipelines.loop import Run
 
 Made = list[Optimizer]
+SAVED_EVERY = 6
 
 
 def begins_late(model: nn.Module) -> Made:
@@ -96,6 +98,9 @@ def train(run: Run, make: Callable[[nn.Module], Made]) -> None:
                 optimizer.step()
                 optimizer.zero_grad()
             scheduler.step()
+        if step.committed and step.number % SAVED_EVERY == 0 and step.is_first_worker:
+            states = [optimizer.state_dict() for optimizer in optimizers]
+            note_values(step.number, "optimizers", dict(enumerate(states)))
 
 
 class Several:
@@ -113,12 +118,18 @@ class Several:
             optimizer.zero_grad()
 
 
-def plain_losses(make: Callable[[nn.Module], Made]) -> Iterator[float]:
+def plain_losses(make: Callable[[nn.Module], Made]) -> list[float]:
+    return [loss for loss, _ in plain_steps(make)]
+
+
+def plain_steps(make: Callable[[nn.Module], Made]) -> Iterator[tuple[float, list[Any]]]:
+    """The loss of each step, and the states of the optimizers after it."""
     model, _, _, loader = build_training(is_scheduled=False)
     optimizers = make(model)
     scheduler = StepLR(optimizers[-1], 4, gamma=0.8)
     both: Any = Several(optimizers)
-    yield from plain(model, both, scheduler, loader, NUM_STEPS, NUM_MICROBATCHES)
+    for loss in plain(model, both, scheduler, loader, NUM_STEPS, NUM_MICROBATCHES):
+        yield loss, [deepcopy(optimizer.state_dict()) for optimizer in optimizers]
 
 
 MAX_GRAD_NORM, MAX_GRAD_VALUE = 0.5, 0.05
@@ -145,6 +156,25 @@ def plain_clipped() -> Iterator[float]:
 
     optimizer.register_step_pre_hook(clip)
     yield from plain(model, optimizer, None, loader, NUM_STEPS, NUM_MICROBATCHES)
+
+
+def train_early_schedule(run: Run) -> None:
+    """The scheduler is stepped before the optimizer, as in old scripts."""
+    model, optimizer, _, loader = build_training(is_scheduled=False)
+    scheduler = LambdaLR(optimizer, lambda step: (step + 1) / 12)
+    model, optimizer, scheduler, loader = run.prepare(model, optimizer, scheduler, loader)
+    for step in run.steps(NUM_STEPS, microbatches=NUM_MICROBATCHES):
+        with step:
+            compute(step, model)
+            scheduler.step()
+            optimizer.step()
+
+
+def plain_early_schedule() -> Iterator[float]:
+    model, optimizer, _, loader = build_training(is_scheduled=False)
+    scheduler = LambdaLR(optimizer, lambda step: (step + 1) / 12)
+    scheduler.step()
+    yield from plain(model, optimizer, scheduler, loader, NUM_STEPS, NUM_MICROBATCHES)
 
 
 def train_begins_late(run: Run) -> None:

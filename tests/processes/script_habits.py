@@ -13,7 +13,7 @@ import torch
 from loops import FOLDER, NUM_MICROBATCHES, NUM_STEPS, build_training, die_once, plain
 from torch import Tensor, nn
 from torch.amp import GradScaler
-from torch.optim.lr_scheduler import LambdaLR, LRScheduler, OneCycleLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LRScheduler, OneCycleLR, ReduceLROnPlateau
 from torch.utils.data import TensorDataset
 
 from pipelines.loop import Run
@@ -90,25 +90,6 @@ def one_cycle(run: Run) -> None:
 def plain_one_cycle() -> Iterator[float]:
     model, optimizer, _, loader = build_training(is_scheduled=False)
     yield from plain(model, optimizer, one_cycle_of(optimizer), loader, NUM_STEPS, NUM_MICROBATCHES)
-
-
-def early_schedule(run: Run) -> None:
-    """The scheduler is stepped before the optimizer, as in old scripts."""
-    model, optimizer, _, loader = build_training(is_scheduled=False)
-    scheduler = LambdaLR(optimizer, lambda step: (step + 1) / 12)
-    model, optimizer, scheduler, loader = run.prepare(model, optimizer, scheduler, loader)
-    for step in run.steps(NUM_STEPS, microbatches=NUM_MICROBATCHES):
-        with step:
-            compute(step, model)
-            scheduler.step()
-            optimizer.step()
-
-
-def plain_early_schedule() -> Iterator[float]:
-    model, optimizer, _, loader = build_training(is_scheduled=False)
-    scheduler = LambdaLR(optimizer, lambda step: (step + 1) / 12)
-    scheduler.step()
-    yield from plain(model, optimizer, scheduler, loader, NUM_STEPS, NUM_MICROBATCHES)
 
 
 def plateau_of(optimizer: torch.optim.Optimizer) -> ReduceLROnPlateau:
@@ -331,7 +312,6 @@ def plain_reports() -> Iterator[dict[str, float]]:
 PLAIN: dict[str, Callable[[], Iterator[float]]] = {
     "rates_by_hand": plain_rates_by_hand,
     "one_cycle": plain_one_cycle,
-    "early_schedule": plain_early_schedule,
     "plateau": plain_plateau,
     "die_between_steps": plain_die_between_steps,
     "slow_between_steps": plain_one_cycle,

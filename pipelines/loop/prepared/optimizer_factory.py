@@ -21,6 +21,8 @@ from pipelines.loop.state.loss_scaler import LossScaler
 from pipelines.loop.state.script_state import ScriptState
 from pipelines.loop.state.script_values import PARAMETERS, ScriptValues
 from pipelines.training.workload.clipping import Clipping
+from pipelines.training.workload.optimizer import BEGUN
+from pipelines.training.workload.state import OPTIMIZER
 
 NUMBER = "script_group"
 """The key of a group's number among the script's groups."""
@@ -54,6 +56,7 @@ class ScriptOptimizerFactory:
         self.values = ScriptValues(optimizers, schedulers, scaler)
         self.state = ScriptState(self.values, kept or KeptObjects(), modules)
         self._optimizers = optimizers
+        self._names = names
         groups = [(owner, group) for owner in optimizers for group in owner.param_groups]
         self._groups = [
             (owner, {k: v for k, v in group.items() if k != PARAMETERS} | {NUMBER: number})
@@ -103,6 +106,26 @@ class ScriptOptimizerFactory:
         taken = self.values.taken()
         for group in groups:
             group |= taken[group[NUMBER]]
+
+    def state_dict(self, optimizer: Optimizer, whole: Mapping[str, Tensor]) -> dict[str, Any]:
+        """What torch's `state_dict` of the script's optimizer would be, with the `whole` tensors of
+        the optimizer state by their names in the run."""
+        packed: dict[str, Any] = optimizer.state_dict()
+        by_parameter: dict[str, dict[str, Tensor]] = {}
+        for name, value in whole.items():
+            parameter_name, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
+            by_parameter.setdefault(parameter_name, {})[key] = value
+        state = {}
+        for group, named in zip(optimizer.param_groups, packed["param_groups"], strict=True):
+            for parameter, number in zip(group[PARAMETERS], named[PARAMETERS], strict=True):
+                of_parameter = by_parameter.get(self._names[parameter], {})
+                begun = of_parameter.pop(BEGUN, None)
+                if of_parameter and (begun is None or begun):
+                    state[number] = {
+                        key: value.reshape(()) if value.shape == (1,) != parameter.shape else value
+                        for key, value in of_parameter.items()
+                    }
+        return packed | {"state": state}
 
     @property
     def all_step(self) -> bool:

@@ -24,9 +24,15 @@ class PreparedOptimizer:
     """Wrapper of an optimizer: the run steps it when the step commits, with the hyperparameters
     that its groups have when the script calls `step`."""
 
-    def __init__(self, declared: Optimizer, take: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        declared: Optimizer,
+        take: Callable[[], None],
+        whole_state: Callable[[], dict[str, Any]],
+    ) -> None:
         self.declared = declared
         self._take = take
+        self._whole_state = whole_state
 
     def step(self, closure: object = None) -> None:
         """Fixes the hyperparameters of the present step; the run steps when it commits."""
@@ -40,6 +46,10 @@ class PreparedOptimizer:
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Does nothing: the run zeroes the gradients."""
 
+    def state_dict(self) -> dict[str, Any]:
+        """Between two steps: the whole state, gathered from all workers, as torch saves it."""
+        return self._whole_state()
+
     @property
     def param_groups(self) -> list[dict[str, Any]]:
         return self.declared.param_groups
@@ -49,8 +59,9 @@ class PreparedOptimizer:
             raise LoopMisused("a GradScaler: pass it to run.prepare, too, and use what it returns")
         _refuse_private(name)
         raise LoopMisused(
-            f"optimizer.{name}: not available after run.prepare: the run owns the optimizer and "
-            "shards its state over the workers"
+            f"optimizer.{name}: not available after run.prepare: the run owns the optimizer, "
+            "shards its state over the workers, and saves and restores it with its checkpoints: "
+            "delete this line"
         )
 
 
