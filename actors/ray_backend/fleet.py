@@ -6,12 +6,13 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
 from math import inf
+from pathlib import Path
 from typing import Any
 
 import ray
@@ -33,6 +34,7 @@ from actors.ray_backend.actor_names import (
     newest_by_node,
     newest_last,
 )
+from actors.ray_backend.cluster.ended_output import EndedOutput
 from actors.ray_backend.cluster.node_agents import NodeAgents
 from actors.ray_backend.cluster.node_drains import Drains
 from actors.ray_backend.cluster.node_labels import placement_labels
@@ -67,6 +69,8 @@ class _WorkerRecord:
     pid: int = 0
     started: float = inf
     market: str = ""
+    files: Mapping[str, Path] = field(default_factory=dict)
+    """The files of its output on its node."""
     is_ending: bool = False
     """Once ordered to end, the worker gets no more probes: if the order is lost, it ends as an
     orphan."""
@@ -104,6 +108,7 @@ class RayFleet:
         self._store: Any = None
         self._drains = Drains(post)
         self._agents = NodeAgents(self._start_agent, self._node, self._drains)
+        self._output = EndedOutput(options.run_folder, self._node, self._agents.agent_of)
         self._watcher = watch_this_machine()
         self._lock = threading.Lock()
         self._closed = threading.Event()
@@ -285,11 +290,14 @@ class RayFleet:
         if self.is_head_gone:
             return  # the agents end as orphans
         deadline = time.monotonic() + CLOSE_TIMEOUT_S
-        while (self._records or len(self._servers)) and time.monotonic() < deadline:
+        while self._is_any_open() and time.monotonic() < deadline:
             time.sleep(0.02)
         self._agents.close()  # only after they have ended the workers
         with suppress(ray.exceptions.RayError):  # the cluster is gone, and its actors with it
             self.end_survivors()  # those of a dead controller that were not taken over
+
+    def _is_any_open(self) -> bool:
+        return bool(self._records or len(self._servers) or len(self._output))
 
     def _when_done(self, answer: Any, then: Callable[[Future[Any]], None]) -> None:
         answer.future().add_done_callback(then)
@@ -302,16 +310,16 @@ class RayFleet:
         if not self._closed.is_set():
             self._post(StoreLost(cause_of(answer.exception())))
 
-    def _worker_started(self, worker: str, answer: Future[tuple[str, int]]) -> None:
+    def _worker_started(self, worker: str, answer: Future[tuple[str, int, Any]]) -> None:
         """Note where a worker runs, so that a signal can end it."""
         if answer.exception() is not None:
             return  # it died, which the end of `live` reports
-        node, pid = answer.result()
+        node, pid, files = answer.result()
         with self._lock:
             record = self._records.get(worker)
             if record is not None:
                 self._records[worker] = replace(
-                    record, node=node, pid=pid, started=time.monotonic()
+                    record, node=node, pid=pid, started=time.monotonic(), files=files
                 )
         if record is not None and record.market:
             self._post(WorkerPlaced(worker, node))
@@ -319,7 +327,11 @@ class RayFleet:
 
     def _worker_lost(self, worker: str, life: Future[Any]) -> None:
         with self._lock:
-            record = self._records.pop(worker, None)
+            record = self._records.get(worker)
+        if record is not None:  # it stays until its copy has begun, since `close` waits for both
+            self._output.copy(worker, record.node, record.files)
+            with self._lock:
+                self._records.pop(worker, None)
         if not self._closed.is_set() and record is not None:
             end_unreachable(record.actor, life.exception())
             report_loss(self._post, worker, record.actor, record.node, cause_of(life.exception()))
@@ -333,6 +345,7 @@ class RayFleet:
                 if record.pid and not record.is_ending and worker not in self._probed:
                     record.actor.signs_of_life.remote()
             self._servers.beat()
+            self._output.beat()
             if self._store is not None:
                 self._store.hear.remote()
             self._agents.beat()

@@ -10,8 +10,9 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 import psutil
@@ -35,7 +36,7 @@ from actors.runtime.orphan_guard import OrphanGuard, end_process
 from actors.storage.errors import UnsuitableMachine
 from actors.storage.storage import open_storage
 from actors.worker.worker_options import Envelope, WorkerOptions
-from actors.worker.worker_output import KeptOutput
+from actors.worker.worker_output import KeptOutput, copy_output, output_files
 from elastic.geometry.machine_report import Peer
 from elastic.protocol.commands import Form
 from elastic.protocol.events import Event, Paused, WorkerRaised, WorkerReady
@@ -81,10 +82,11 @@ class RayWorker:
         threading.Thread(target=self._sample, name="sampler", daemon=True).start()
 
     @ray.method(concurrency_group="orders")
-    def start(self) -> tuple[str, int]:
-        """Begin to warm up, unless begun; return at once with the node's id and the process id."""
+    def start(self) -> tuple[str, int, Mapping[str, Path]]:
+        """Begin to warm up, unless begun; return at once with the node's id, the process id and the
+        files of the output."""
         self._worker.start()
-        return self._place.node, os.getpid()
+        return self._place.node, os.getpid(), output_files()
 
     @ray.method(concurrency_group="orders")
     def take(self, envelope: Envelope) -> None:
@@ -166,7 +168,9 @@ class RayStore(DetachedActor):
 
 class RayAgent:
     """The agent of a node. It ends processes by signal, since Ray cannot end a stopped one in time,
-    and watches for notices that the node will be gone."""
+    copies the last output of ended workers, and watches for notices that the node will be gone."""
+
+    GROUPS: ClassVar = {"output": 1}
 
     def __init__(self, orphan_timeout_s: float) -> None:
         self._orphan_guard = OrphanGuard(orphan_timeout_s)
@@ -182,6 +186,11 @@ class RayAgent:
         """See `actors.controller.fleet.process_state`."""
         self._orphan_guard.hear()
         return process_state(pid)
+
+    @ray.method(concurrency_group="output")
+    def copy_output(self, run_folder: str, worker: str, files: Mapping[str, Path]) -> None:
+        """See `actors.worker.worker_output.copy_output`; calls of other methods do not wait."""
+        copy_output(run_folder, worker, files)
 
     def hear(self) -> TimedNotice | None:
         """Note the controller's greeting, and return this machine's termination notice, if any."""

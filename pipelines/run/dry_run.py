@@ -19,6 +19,7 @@ from elastic.geometry.training_job import Capacity
 from elastic.geometry.zero import PARTS, zero_in_step
 from elastic.planner.layout_choice import plan_layout
 from elastic.planner.models.memory_model import worker_bytes
+from elastic.planner.standbys import describe_standbys
 from pipelines.data.opening import RANDOM, DataPlan, find_data
 from pipelines.data.packing import find_chats
 from pipelines.errors import UserError
@@ -154,6 +155,9 @@ def _worker_rows(plan: RunPlan) -> DryRunReport:
         layout = chosen.layout
         needed = worker_bytes(opening.job, layout)
         yield label, str(layout)
+        num_standbys, num_microbatches = number - layout.num_workers, opening.job.num_microbatches
+        if reason := describe_standbys(layout, num_standbys, num_microbatches):
+            yield "", reason
         sharded = PARTS[: zero_in_step(layout.zero, layout.pp)] if layout.fsdp > 1 else ()
         sharding = f" ({', '.join(sharded)} sharded)" if sharded else ""
         device = f" of {quantity(memory)}B" if memory else ""

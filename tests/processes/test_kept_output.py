@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
-from actors.worker.worker_output import KEPT_BYTES, kept_name
+from actors.worker.worker_output import KEPT_BYTES, copy_output, kept_name
 
 PROGRAM = """
 import os, sys, time
@@ -45,3 +46,26 @@ def test_output_to_a_pipe_or_null_is_not_stored(tmp_path: Path, stream: int) -> 
     command = [sys.executable, "-c", program, str(tmp_path / "run")]
     subprocess.run(command, stdout=stream, stderr=stream, check=True, timeout=120)
     assert not (tmp_path / "run").exists()
+
+
+def test_copy_of_the_files_has_what_a_killed_process_flushed(tmp_path: Path) -> None:
+    program = PROGRAM.partition("output.hurry")[0] + (
+        'output.keep()\nprint("the last line", flush=True)\nos.kill(os.getpid(), 9)\n'
+    )
+    run, files = tmp_path / "run", {"out": tmp_path / "out", "err": tmp_path / "err"}
+    with open(files["out"], "wb") as out, open(files["err"], "wb") as err:
+        command = [sys.executable, "-c", program, str(run)]
+        killed = subprocess.run(command, stdout=out, stderr=err, check=False, timeout=120)
+    assert killed.returncode == -signal.SIGKILL
+    assert b"the last line" not in (run / kept_name("w0", "out")).read_bytes()
+    written_at = (run / kept_name("w0", "err")).stat().st_mtime_ns
+    copy_output(str(run), "w0", files)
+    assert (run / kept_name("w0", "out")).read_bytes().endswith(b"hello\nthe last line\n")
+    assert (run / kept_name("w0", "err")).stat().st_mtime_ns == written_at, "nothing new, no write"
+
+
+def test_copy_of_long_output_has_its_newest_bytes(tmp_path: Path) -> None:
+    (tmp_path / "out").write_bytes(b"x" * 2 * KEPT_BYTES + b"the end\n")
+    copy_output(str(tmp_path / "run"), "w0", {"out": tmp_path / "out"})
+    stored = (tmp_path / "run" / kept_name("w0", "out")).read_bytes()
+    assert len(stored) == KEPT_BYTES and stored.endswith(b"the end\n")

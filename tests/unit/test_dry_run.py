@@ -76,3 +76,10 @@ def test_a_run_is_refused_if_torch_lacks_a_name(
         main()
     [line] = capsys.readouterr().err.splitlines()
     assert exited.value.code == 2 and "has no torch._gone.first" in line
+
+
+def test_dry_run_says_why_workers_will_stand_by(dry_run) -> None:
+    batch = ("--set", "batch=2", "--set", "microbatch=2")
+    out = dry_run("--data", "random", "--workers", "1:4", "--storage", "x", *batch)
+    assert "3 workers stand by: a step has 1 microbatch: use more, smaller microbatches" in out
+    assert "1 worker dp=1" in out and out.count("stand by") == 1

@@ -18,8 +18,10 @@ from pipelines.observe.history.run_events import (
     controller_text,
     evaluation_text,
     market_text,
+    rollback_text,
     step_time_text,
 )
+from pipelines.observe.history.standby_report import StandbyReport
 
 MAX_KEPT = 4096
 QUARANTINED = "its node is quarantined"
@@ -70,6 +72,7 @@ class Membership:
     """The layouts for which an event says that an audit compares nothing."""
     _hang_reports: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The `HangObserved` line of each worker, until the hang is over."""
+    _standby_report: StandbyReport = field(default_factory=StandbyReport)
     _trouble_since: float | None = None
     _has_resumed: bool = False
 
@@ -145,6 +148,7 @@ class Membership:
         self.quarantined.clear()
         self._draining.clear()
         self._trouble_since = None
+        self._standby_report.open(line)
         self.max_workers = line.get("policy", {}).get("max_workers", self.max_workers)
         self.total_steps = line.get("job", {}).get("steps", self.total_steps)
 
@@ -255,6 +259,8 @@ class Membership:
         after = f" after {duration(self.recovery_s)}" if self.recovery_s is not None else ""
         text = f"{text} from step {self.step + 1}{after}"
         self._note(line, "resumed", text, short=f"g{self.generation}", value=self.recovery_s)
+        if reason := self._standby_report.news(line, self.standbys - self._draining.keys()):
+            self._note(line, "standby", reason, "standby", cause=reason)
         self._stretch(line["time"], len(workers), training=True)
 
     def _take_other(self, name: str, line: dict[str, Any]) -> None:
@@ -331,11 +337,7 @@ class Membership:
     def _roll_back(self, line: dict[str, Any]) -> None:
         """Note a rollback to an older step, or to the beginning."""
         before, self.step = line.get("from_step", self.step), line["step"]
-        text = f"rolled back from step {before} to {self.step}"
-        cause, num_skipped_batches = line.get("cause", ""), len(line.get("skipped_batches", ()))
-        text += f": {cause}" if cause else ""
-        if num_skipped_batches:
-            text += f"; the data of {counted(num_skipped_batches, 'step')} are skipped"
+        text, cause = rollback_text(before, line), line.get("cause", "")
         self._note(line, "rolled back", text, f"{before} → {self.step}", cause=cause)
 
     def _note_no_replicas(self, line: dict[str, Any]) -> None:

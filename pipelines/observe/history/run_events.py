@@ -37,9 +37,9 @@ class RunEvent:
 
     `kind` is ready, joined, lost, left, draining, worker draining, resumed, rolled back,
     skipped, spike, audit, straggler, quarantined, used again, checkpoint, failed checkpoint,
-    evaluated, hang, market, starting, waiting, layout, step time, refused layout, controller
-    restarted, controller error, controller recovered, not finite, nothing counted, stopping or
-    stopped.
+    evaluated, hang, market, standby, starting, waiting, layout, step time, refused layout,
+    controller restarted, controller error, controller recovered, not finite, nothing counted,
+    stopping or stopped.
     `short` is its subject in a word or two. `value` is the held-out loss of an evaluation, or the
     seconds of a recovery; `metrics` are the other metrics of the held-out data.
     """
@@ -117,6 +117,15 @@ def evaluation_text(line: dict[str, Any]) -> str:
     texts = [f"{name} {shown(name, value, '.4g')}" for name, value in line.get("metrics", ())]
     texts.insert(0, f"held-out loss {shown('loss', line['loss'], '.4f')}")
     return f"{', '.join(texts)} at step {line['step']}"
+
+
+def rollback_text(before: int, line: dict[str, Any]) -> str:
+    """The text of a `RolledBack` line, for a run that was at step `before`."""
+    cause, num_skipped_batches = line.get("cause", ""), len(line.get("skipped_batches", ()))
+    text = f"rolled back from step {before} to {line['step']}" + (f": {cause}" if cause else "")
+    if num_skipped_batches:
+        text += f"; the data of {counted(num_skipped_batches, 'step')} are skipped"
+    return text
 
 
 def market_text(line: dict[str, Any], num_leaving: int) -> str:

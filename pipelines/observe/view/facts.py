@@ -32,6 +32,7 @@ COLOURS = {
     "draining": "yellow",
     "straggler": "yellow",
     "market": "yellow",
+    "standby": "yellow",
     "quarantined": "yellow",
     "joined": "green",
     "resumed": "green",
