@@ -15,7 +15,7 @@ from pipelines.run.program import TrainingProgram
 from pipelines.settings.overrides import Given
 from pipelines.settings.recipe import Recipe
 from pipelines.training.custom.custom_workload import CustomWorkload
-from pipelines.training.custom.optimizer_checks import refuse_complex, refuse_unfit
+from pipelines.training.custom.optimizer_checks import refuse_other_state, refuse_unfit
 from pipelines.training.workload.state import build_on_meta, optimizer_factory_of, trained_dims
 
 STATE_DIGEST, SOURCE = "state_digest", "source"
@@ -55,7 +55,7 @@ def refuse_unfit_recipe(program: TrainingProgram, tries_body: bool = False) -> t
             f"the model {type(module).__name__} has no trainable parameters: add layers with "
             "parameters, and leave requires_grad on for them"
         )
-    refuse_complex(module)
+    refuse_other_state(module)
     workload.blocks(module)
     refuse_unfit(optimizer_factory_of(workload, settings), trained_dims(module))
     if tries_body and program.loop is not None and isinstance(workload, CustomWorkload):

@@ -55,6 +55,14 @@ class Turned(nn.Linear):
             self.phase = nn.Parameter(torch.ones(2) * 1j)
 
 
+class Extra(nn.Linear):
+    def __init__(self):
+        super().__init__(4, 4)
+
+    def get_extra_state(self):
+        return {"number": 1}
+
+
 class Empty(nn.Module):
     def forward(self, batch):
         return batch
@@ -82,6 +90,7 @@ RECIPES = {
     "a model that raises": ("make_recipe(model=lambda: 1 / 0)", "ZeroDivisionError"),
     "a model that is not a module": ("make_recipe(model=lambda: 5)", "int, not an nn.Module"),
     "a hook on a gradient": ("make_recipe(model=Hooked)", "weight has a hook on its gradient"),
+    "extra state": ("make_recipe(model=Extra)", "the model's Extra has get_extra_state()"),
     "a complex buffer": ("make_recipe(model=lambda: Turned(True))", "buffer turn is complex"),
     "a complex parameter": ("make_recipe(model=lambda: Turned(False))", "phase is complex, which"),
     "an optimizer that raises": ("make_recipe(optimizer=lambda named: 1 / 0)", "ZeroDivisionError"),

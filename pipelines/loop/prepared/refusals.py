@@ -16,7 +16,7 @@ from pipelines.loop.prepared.wrappers import (
 )
 from pipelines.loop.state.errors import LoopMisused
 from pipelines.reading.foreign_datasets import refuse_foreign
-from pipelines.training.custom.optimizer_checks import refuse_complex, refuse_unfit
+from pipelines.training.custom.optimizer_checks import refuse_other_state, refuse_unfit
 from pipelines.training.workload.state import trained_dims
 
 DISTRIBUTED = (DistributedDataParallel, DataParallel, FullyShardedDataParallel, FSDPModule)
@@ -28,7 +28,7 @@ def refuse_unkeepable(factory: ScriptOptimizerFactory, model: nn.Module, steps: 
     """Step the optimizers on small tensors, and the schedulers. Raises `LoopMisused` if a run
     cannot keep their state, or a parameter."""
     try:
-        refuse_complex(model)
+        refuse_other_state(model)
         factory.values.try_schedulers(min(steps, MAX_SCHEDULED))
         refuse_unfit(factory, trained_dims(model))
     except LoopMisused:

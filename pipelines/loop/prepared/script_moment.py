@@ -129,8 +129,7 @@ class ScriptMoment:
     def keep_changes(self) -> dict[str, Tensor]:
         """All that the script has changed in its models since the latest committed step."""
         if not self.is_stale:
-            self.values.kept.update(self.values.changed())
-            self.values.note()
+            self.values.keep()
         return self.values.kept_tensors()
 
     def before_evaluation(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
@@ -37,7 +38,7 @@ class ModelValues:
 
     def add(self, model: nn.Module) -> None:
         self.models.append(model)
-        self._watched += nn.Module.state_dict(model, keep_vars=True).values()
+        self._watched += _values_of(model).values()
 
     @torch.no_grad()
     def tensors(self) -> dict[str, Tensor]:
@@ -60,10 +61,19 @@ class ModelValues:
         """Whether a tensor has been changed, other than through `.data`."""
         return self._count() != self._num_changes
 
+    def keep(self) -> None:
+        """Keep what has changed, and compare from now on with the present values."""
+        now = self._read()
+        self.kept.update(self._changed(now))
+        self._seen, self._num_changes = now, self._count()
+
     def changed(self) -> list[str]:
         """The names of those that differ from what was noted. Raises `LoopMisused` where another
         tensor has taken a parameter's place."""
-        now, seen = self._read(), self._seen
+        return self._changed(self._read())
+
+    def _changed(self, now: Mapping[str, _Noted]) -> list[str]:
+        seen = self._seen
         changed = [name for name, value in now.items() if value[1:] != seen[name][1:]]
         for name, value in now.items():
             before = seen[name].tensor
@@ -86,7 +96,7 @@ class ModelValues:
         return {
             prefix_of(number, len(self.models)) + name: value
             for number, model in enumerate(self.models)
-            for name, value in nn.Module.state_dict(model, keep_vars=True).items()
+            for name, value in _values_of(model).items()
         }
 
     def _count(self) -> int:
@@ -101,3 +111,9 @@ class ModelValues:
         read = torch.stack(norms).nan_to_num(torch.inf).tolist() if norms else []
         pairs = zip(named.items(), read, strict=True)
         return {name: _Noted(value, num_changes(value), norm) for (name, value), norm in pairs}
+
+
+def _values_of(model: nn.Module) -> dict[str, Tensor]:
+    """The tensors of a `state_dict` themselves, without the extra state of modules."""
+    state = nn.Module.state_dict(model, keep_vars=True)
+    return {name: value for name, value in state.items() if isinstance(value, Tensor)}

@@ -34,8 +34,14 @@ NOT_CUT = (
 Weights = dict[str, Tensor]
 
 
-def refuse_complex(module: nn.Module) -> None:
-    """Raise `UserError` for state of complex numbers."""
+def refuse_other_state(module: nn.Module) -> None:
+    """Raise `UserError` for state of complex numbers, and for state that is no tensor."""
+    for part in module.modules():
+        if type(part).get_extra_state is not nn.Module.get_extra_state:
+            raise UserError(
+                f"the model's {type(part).__name__} has get_extra_state(), which a run does not "
+                "keep: keep its numbers in a buffer, and delete the method"
+            )
     for name, buffer in buffers(module):
         if buffer.is_complex():
             raise UserError(
