@@ -257,10 +257,10 @@ def test_storage_that_never_answers_is_refused_in_time(capsys, storage: Path) ->
                 peer = waiting.enter_context(socket.socket())
                 peer.setblocking(False)
                 peer.connect_ex(("127.0.0.1", port))
-            started = time.process_time()
+            started = time.monotonic()
             with pytest.raises(OSError, match=f"127.0.0.1:{port}: "):
                 refuse_unreachable(f"s3://b/runs?endpoint_override=http://127.0.0.1:{port}")
-            assert time.process_time() - started < MAX_REFUSAL_S
+            assert time.monotonic() - started < MAX_REFUSAL_S
 
 
 def test_reshard_command_refuses_an_empty_layout(storage: Path, capsys) -> None:
