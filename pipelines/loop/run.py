@@ -18,6 +18,7 @@ from torch.utils.data import DataLoader
 from actors.runtime.program import Evaluation
 from pipelines.errors import UserError
 from pipelines.loop.declaration import Declaration, EvaluationSetup, StepCounts
+from pipelines.loop.epochs import Epoch, epochs_of
 from pipelines.loop.modules.module_numbers import ModuleNumbers
 from pipelines.loop.prepared.called_module import CalledModels
 from pipelines.loop.prepared.data_source import DataSource, drawn_by, source_of
@@ -25,6 +26,7 @@ from pipelines.loop.prepared.model import prepare_model
 from pipelines.loop.prepared.optimizer_factory import ScriptOptimizerFactory
 from pipelines.loop.prepared.refusals import refuse_distributed, refuse_prepared
 from pipelines.loop.prepared.script_moment import Moment
+from pipelines.loop.prepared.tensor_plans import TensorPlans
 from pipelines.loop.prepared.wrappers import (
     PreparedLoader,
     PreparedOptimizer,
@@ -37,7 +39,6 @@ from pipelines.loop.state.kept_objects import KeptObjects
 from pipelines.loop.state.loss_scaler import LossScaler
 from pipelines.loop.state.microbatch_state import CarriedTensor, MicrobatchStates
 from pipelines.loop.step import Step
-from pipelines.loop.tensor_plans import TensorPlans
 from pipelines.settings.recipe import Dataset
 from pipelines.training.models.joined_model import joined
 from pipelines.training.workload.clipping import Clipping
@@ -178,11 +179,32 @@ class Run:
         below the loop runs on the first worker.
         """
         counts = StepCounts(num_steps, microbatches, updates_per_batch)
-        try:
-            clipping = Clipping(max_grad_norm, max_grad_value)
-        except UserError as error:
-            raise LoopMisused(f"run.steps: {error}") from None
+        clipping = _clipping(max_grad_norm, max_grad_value)
         return self._begin(self._declared(counts, clipping, _caller_of(currentframe())))
+
+    def epochs(
+        self,
+        num_epochs: int,
+        microbatches: int = 8,
+        max_grad_norm: float | None = None,
+        updates_per_batch: int = 1,
+        max_grad_value: float | None = None,
+    ) -> Iterator[Epoch]:
+        """The remaining of `num_epochs` epochs; each is its number, counted from 0, and is iterated
+        over its steps, as in `for step in epoch:`. Else as `steps`.
+
+        An epoch consists of whole steps. Raises `LoopMisused` if the loader's data have no known
+        length.
+        """
+        _refuse_counts(num_epochs=num_epochs, microbatches=microbatches)
+        size = updates_per_batch
+        if self._source is not None:
+            self._source = self._source.in_whole_steps(self._source.microbatch * microbatches)
+            size *= self._source.epoch_size // (self._source.microbatch * microbatches)
+        counts = StepCounts(num_epochs * size, microbatches, updates_per_batch)
+        clipping = _clipping(max_grad_norm, max_grad_value)
+        steps = self._begin(self._declared(counts, clipping, _caller_of(currentframe())))
+        return epochs_of(steps, size)
 
     def stop(self) -> None:
         """End the run with the present step, as completed. All workers must call it."""
@@ -196,9 +218,7 @@ class Run:
     def _declared(
         self, counts: StepCounts, clipping: Clipping, script: FrameType | None
     ) -> Declaration:
-        for name, count in vars(counts).items():
-            if not isinstance(count, int) or count < 1:
-                raise LoopMisused(f"run.steps: {name}={count} must be a whole number from 1 on")
+        _refuse_counts(**vars(counts))
         models, optimizers, source = self._models.declared, self._optimizers, self._source
         if not models or not optimizers or source is None:
             kinds = {"model": models or None, "optimizer": optimizers or None, "loader": source}
@@ -296,6 +316,19 @@ class Run:
 def _caller_of(frame: FrameType | None) -> FrameType | None:
     """In a function of its own: a frame whose variable is the frame itself is freed late."""
     return frame.f_back if frame else None
+
+
+def _refuse_counts(**counts: int) -> None:
+    for name, count in counts.items():
+        if not isinstance(count, int) or count < 1:
+            raise LoopMisused(f"run.steps: {name}={count} must be a whole number from 1 on")
+
+
+def _clipping(max_norm: float | None, max_value: float | None) -> Clipping:
+    try:
+        return Clipping(max_norm, max_value)
+    except UserError as error:
+        raise LoopMisused(f"run.steps: {error}") from None
 
 
 def _refuse_second(known: Any, kind: str) -> None:

@@ -15,8 +15,8 @@ from torch.distributed.tensor.parallel import (
 )
 
 from pipelines.errors import UserError
+from pipelines.loop.prepared.tensor_plans import TensorPlans
 from pipelines.loop.state.errors import LoopMisused
-from pipelines.loop.tensor_plans import TensorPlans
 from pipelines.training.custom.custom_shape import shape_of
 
 

@@ -54,6 +54,8 @@ class DataSource:
     """`length` before the loop."""
     drops_last: bool = False
     """Whether an epoch consists of whole steps."""
+    num_omitted: int = 0
+    """The samples that each epoch therefore omits, though the loader does not say so."""
 
     @property
     def length(self) -> int:
@@ -88,8 +90,23 @@ class DataSource:
                 dataset = ShuffledInPart(dataset, size)
         return replace(self, dataset=dataset, epoch_size=size)
 
+    def in_whole_steps(self, batch: int) -> DataSource:
+        """The source for a loop over epochs. Raises `LoopMisused` if their length is not known."""
+        if not self.epoch_size:
+            raise LoopMisused(
+                "run.epochs: the data have no known length: pass run.steps the number of steps"
+            )
+        num_omitted = 0 if self.drops_last else self.epoch_size % batch
+        whole = replace(self, drops_last=True, num_omitted=num_omitted)
+        return whole.of_steps(batch)
+
     def note_on_epochs(self, batch: int) -> str | None:
         """What a user may not expect of the last batch of an epoch, or None."""
+        if self.num_omitted:
+            return (
+                f"{self.epoch_size + self.num_omitted} samples are not a multiple of the {batch} "
+                f"of a step: each epoch omits {self.num_omitted}"
+            )
         rest = self.epoch_size % batch
         if not rest or isinstance(self.dataset, WithReplacement):
             return None

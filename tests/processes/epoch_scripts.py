@@ -1,0 +1,87 @@
+"""Scripts with a loop over epochs and one over steps in it, and the plain loop."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from loops import NUM_MICROBATCHES, NUM_STEPS, build_training, die_once, plain
+from script_habits import compute, note_values, values_of
+from torch import nn
+from torch.optim.lr_scheduler import StepLR
+from torch.utils.data import DataLoader, TensorDataset
+
+from pipelines.loop import Run
+from pipelines.loop.epochs import Epoch
+
+EPOCHS, SIZE = 6, 4
+LEFT_AFTER, DIES_AFTER = 4, 3
+
+
+def build(num_samples: int = 96) -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader[Any]]:
+    model, optimizer, _, loader = build_training(is_scheduled=False)
+    data = TensorDataset(*(values[:num_samples] for values in loader.dataset.tensors))
+    loader = DataLoader(data, batch_size=loader.batch_size, shuffle=True)
+    return model, optimizer, StepLR(optimizer, 1, gamma=0.7), loader
+
+
+def train_epoch(epoch: Epoch, model: nn.Module) -> float:
+    """A function of its own, as scripts have it; a worker that joins is in the midst of it."""
+    loss = 0.0
+    for step in epoch:
+        with step:
+            compute(step, model)
+        if step.committed:
+            loss = step.loss
+            if step.number == SIZE * DIES_AFTER:
+                die_once(step, "last of an epoch")
+    return loss
+
+
+def by_epochs(run: Run) -> None:
+    """Workers die in two bodies, and one behind the last step of an epoch."""
+    model, _, scheduler, _ = run.prepare(*build())
+    for epoch in run.epochs(EPOCHS, NUM_MICROBATCHES):
+        train_epoch(epoch, model)
+        scheduler.step()
+        note_values(int(epoch), "epoch", values_of(model))
+    note_values(NUM_STEPS, "below", values_of(model))
+
+
+def leaves_epochs(run: Run) -> None:
+    model, _, scheduler, _ = run.prepare(*build())
+    for epoch in run.epochs(EPOCHS, NUM_MICROBATCHES):
+        train_epoch(epoch, model)
+        scheduler.step()
+        if epoch == LEFT_AFTER:
+            break
+    note_values(NUM_STEPS, "below", values_of(model))
+
+
+def leaves_within_epoch(run: Run) -> None:
+    model, *_ = run.prepare(*build())
+    for epoch in run.epochs(EPOCHS, NUM_MICROBATCHES):
+        for step in epoch:
+            with step:
+                compute(step, model)
+            if step.committed and step.number == 2:
+                break
+
+
+def unknown_length(run: Run) -> None:
+    model, optimizer, *_ = build()
+    run.prepare(model, optimizer)
+    run.draw(torch.zeros, 2, 2)
+    for _ in run.epochs(EPOCHS):
+        """No epoch is known."""
+
+
+def plain_by_epochs() -> Iterator[tuple[float, dict[str, torch.Tensor]]]:
+    """The loss of each step, and the values after it."""
+    model, optimizer, scheduler, loader = build()
+    losses = plain(model, optimizer, None, loader, NUM_STEPS, NUM_MICROBATCHES)
+    for number, loss in enumerate(losses, start=1):
+        yield loss, {name: value.clone() for name, value in values_of(model).items()}
+        if number % SIZE == 0:
+            scheduler.step()

@@ -1,0 +1,60 @@
+"""Scripts with a loop over epochs equal the plain loop through deaths, also between epochs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import epoch_scripts
+import loops
+import pytest
+import torch
+from test_script_habits import run_habit
+
+from pipelines.loop.prepared.data_source import source_of
+from pipelines.loop.script import script_of
+from pipelines.loop.state.errors import LoopMisused
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("layout", ["dp=2,fsdp=2", "dp=4"])
+def test_epochs_are_those_of_a_plain_loop_through_deaths(layout: str, tmp_path: Path) -> None:
+    run = run_habit(tmp_path, "by_epochs", 3, layout=layout, module=epoch_scripts)
+    losses, values = zip(*epoch_scripts.plain_by_epochs(), strict=True)
+    assert list(run.losses().values()) == pytest.approx(losses, rel=1e-9)
+    marks = tmp_path / "marks"
+    ends = {int(file.name.split("-")[1]): torch.load(file) for file in marks.glob("epoch-*.pt")}
+    assert [*sorted(ends)] == [*range(epoch_scripts.EPOCHS)]
+    [below] = marks.glob("below-*.pt")
+    for epoch, saved in [*ends.items(), (epoch_scripts.EPOCHS - 1, torch.load(below))]:
+        expected = values[epoch_scripts.SIZE * (epoch + 1) - 1]
+        for name, value in saved.items():
+            torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-12)
+
+
+def test_code_below_epochs_that_are_left_runs_on_one_worker(tmp_path: Path) -> None:
+    run = run_habit(tmp_path, "leaves_epochs", 3, layout="dp=4", module=epoch_scripts)
+    losses, _ = zip(*epoch_scripts.plain_by_epochs(), strict=True)
+    last = epoch_scripts.SIZE * (epoch_scripts.LEFT_AFTER + 1)
+    assert list(run.losses().values()) == pytest.approx(losses[:last], rel=1e-9)
+    assert len([*(tmp_path / "marks").glob("below-*.pt")]) == 1
+
+
+def test_epoch_that_is_left_within_is_refused(tmp_path: Path) -> None:
+    run = run_habit(
+        tmp_path, "leaves_within_epoch", 0, "user_error", layout="dp=2", module=epoch_scripts
+    )
+    assert "epoch 0 was left before its last step" in run.stopped.reason
+
+
+def test_epochs_have_whole_steps_of_data_whose_length_is_known() -> None:
+    script = script_of(epoch_scripts.by_epochs)
+    assert script.settings.steps == loops.NUM_STEPS
+    with pytest.raises(LoopMisused, match=r"run.epochs: the data have no known length"):
+        script_of(epoch_scripts.unknown_length)
+    *_, loader = epoch_scripts.build(num_samples=99)
+    source = source_of(loader).in_whole_steps(24)
+    assert source.epoch_size == 96
+    assert source.note_on_epochs(24) == (
+        "99 samples are not a multiple of the 24 of a step: each epoch omits 3"
+    )
