@@ -27,12 +27,12 @@ class BodyChanges:
 
     def refuse(self) -> None:
         """Raise `LoopMisused` if a buffer has changed since."""
-        now = self._counted()
-        if now != self._noted:
-            name = next(name for name, count in now.items() if count != self._noted[name])
+        now, noted = self._counted(), self._noted
+        changed = [name for name in noted.keys() & now.keys() if now[name] != noted[name]]
+        if changed:
             raise LoopMisused(
-                f"the body changes the buffer {name} of the model outside of a forward pass: "
-                "change it behind the block, under `if step.committed:`"
+                f"the body changes the buffer {min(changed)} of the model outside of a forward "
+                "pass: change it behind the block, under `if step.committed:`"
             )
 
     def _counted(self) -> dict[str, tuple[int, int]]:

@@ -86,6 +86,11 @@ class Loop:
         """Whether the script runs."""
         return self._thread.is_running
 
+    @property
+    def has_failed(self) -> bool:
+        """Whether the script has raised an exception."""
+        return self._thread.has_failed
+
     def restart_script(self) -> None:
         """Abandon the running script, and run it up to its first step again."""
         self._abandon()

@@ -95,7 +95,7 @@ class LoopEngine:
             self._attention.enter_context(AttentionRefused())
         self._moving.end_pass(count, self._num_begun == self.num_microbatches)
 
-    def backwarded(self) -> None:
+    def called(self) -> None:
         self._changes.note()
 
     def all_backwarded(self) -> None:

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from functools import cached_property
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from actors.distributed.torch_private import scale_tensors
+from actors.distributed.torch_private import copy_tensors, scale_tensors
 from actors.runtime.program import Applied, Evaluation, Groups, Interrupt
 from elastic.geometry.tensor_specs import TensorSpec
 from elastic.protocol.votes import Vote
@@ -100,10 +101,10 @@ class LoopReplica(ShardedReplica):
         loop, step = self.loop, committed_step + 1
         self._committed = committed_step
         loop.reporting = None  # the step before is recorded already
-        self._choose_first(step, interrupt)
         is_stuck = loop.is_busy and loop.is_in_body  # in a collective of a generation before
         if is_stuck or loop.number not in (0, step):
             loop.restart_script()
+        self._choose_first(step, interrupt)
         self._serve(interrupt)
         loop.state.forget_step()
         self._share_values(step, interrupt)
@@ -174,8 +175,13 @@ class LoopReplica(ShardedReplica):
         if interrupt is None:
             self._await_script()
         else:
-            self._serve(interrupt)
-            self._replace(self.loop.called.at.values.kept_tensors())
+            try:
+                self._serve(interrupt)
+            except Exception:
+                if not self.loop.has_failed and self._place() in (AT_BODY, BEHIND):
+                    self._keep_values()  # the script of another worker has failed
+                raise
+            self._replace(self.loop.called.at.values.kept)
         self._keep_values()
         return self._report_sums.means()
 
@@ -223,24 +229,26 @@ class LoopReplica(ShardedReplica):
                 "the loss of this worker's microbatches"
             )
         self._is_done = bool(numbers[BEHIND])
-        if numbers[AT_BODY] == self.groups.layout.num_workers and not is_shared:
+        num_workers = self.groups.layout.num_workers
+        if num_workers in (numbers[AT_BODY], numbers[BEHIND]) and not is_shared:
             raise LoopMisused(
                 f"step {(self._committed or 0) + 1}: the scripts of the workers have different "
-                "learning rates, schedules or kept objects, or have stepped different optimizers: "
-                "decide these by what is the same on all workers, such as step.number, step.loss "
-                "or run.evaluate(), not by the loss of this worker's microbatches, and pass "
-                "variables that decide them to run.keep: a worker that joins has their first values"
+                "learning rates, schedules or kept objects, have changed their models differently, "
+                "or have stepped different optimizers: decide these by what is the same on all "
+                "workers, such as step.number, step.loss or run.evaluate(), not by the loss of "
+                "this worker's microbatches, and pass variables that decide them to run.keep: a "
+                "worker that joins has their first values"
             )
 
     def _await_script(self) -> None:
-        """Wait for the script. If it fails behind a step, what it has changed until then belongs to
-        that step, as its parameters do."""
+        """Wait for the script. If it fails behind a step, the numbers that it has changed until
+        then belong to that step. Changes of its models do not: other workers may not have come
+        there, and each writes its own shards."""
         try:
             self.loop.await_arrival(POLL_S)
         except Exception:
-            at = self.loop.called.at
-            if at.behind is not None and at.behind.committed:
-                self._replace(at.keep_changes())
+            behind = self.loop.called.at.behind
+            if behind is not None and behind.committed:
                 self._take_values(self.loop.state.live())
             raise
 
@@ -255,7 +263,8 @@ class LoopReplica(ShardedReplica):
         places[place] = 1.0
         lacks = reports.lacks(own)
         state = self.loop.state
-        own_fingerprint = state.fingerprint if place == AT_BODY else [0.0] * len(state.fingerprint)
+        has_arrived = place in (AT_BODY, BEHIND)
+        own_fingerprint = state.fingerprint if has_arrived else [0.0] * len(state.fingerprint)
         packed = reports.packed({} if lacks else own)
         numbers = sum_over_workers([*places, float(lacks), *own_fingerprint, *packed], self.groups)
         interrupt()  # an aborted reduction may have returned garbage
@@ -317,8 +326,25 @@ class LoopReplica(ShardedReplica):
     def _share_changes(self, interrupt: Interrupt) -> None:
         """Take what a script has changed in its models since the latest step, on all workers alike,
         from the first worker that has it."""
-        changed = self.loop.called.at.values.kept_tensors()
+        changed = self.loop.called.at.values.kept
         self._replace(share(self._weights, changed, self.groups, interrupt))
+
+    @contextmanager
+    def _changed_models(self, interrupt: Interrupt) -> Iterator[None]:
+        """With what the script has changed in its models behind the step: it may undo that, as with
+        averaged weights that it evaluates."""
+        own = self.loop.called.at.values.kept
+        changed = share(self._weights, own, self.groups, interrupt)
+        before = {n: v.clone() for n, v in self.state.tensors().items() if n in changed}
+        self._replace(changed)
+        try:
+            yield
+        finally:
+            if before:
+                held = self.state.tensors()
+                with torch.no_grad():
+                    copy_tensors([held[name] for name in before], [*before.values()])
+                self.sharded.after_step()
 
     def _replace(self, values: Mapping[str, Tensor]) -> None:
         """Replace this rank's regions by those of the whole tensors with these names."""
@@ -343,8 +369,8 @@ class LoopReplica(ShardedReplica):
 
     def _provide(self, wanted: Request, interrupt: Interrupt, keeps: bool) -> Any:
         if wanted is Request.EVALUATION:
-            self._share_changes(interrupt)
-            with seeded(self.settings.seed):  # the script draws on as if it had not evaluated
+            # Seeded, so that the script draws on as if it had not evaluated.
+            with self._changed_models(interrupt), seeded(self.settings.seed):
                 return self.evaluate(self.settings.steps, interrupt)
         specs, into = self._weights, self.loop.called.at.values.tensors() if keeps else {}
         if wanted is Request.OPTIMIZER:

@@ -56,8 +56,8 @@ class Engine(Protocol):
     def forwarded(self, count: Tensor) -> None:
         """End a forward pass, whose loss is the mean of `count` losses."""
 
-    def backwarded(self) -> None:
-        """End a backward pass."""
+    def called(self) -> None:
+        """The model was called: a call, and its backward pass, may update buffers."""
 
     def all_backwarded(self) -> None:
         """The body is over, after all passes. Raises `LoopMisused` for what it has changed."""
@@ -207,7 +207,7 @@ class Step:
             engine.forwarded(count)
             total = at_least_float32(loss.reshape(())) * count
             total.backward()
-            engine.backwarded()
+            engine.called()
         except BaseException as error:
             self.note(error)
             raise
@@ -252,6 +252,11 @@ class Step:
         """Record an error: the step cannot commit, even if the script suppresses the error."""
         if self._failure is None:
             self._failure = self._explained(error)
+
+    def note_call(self) -> None:
+        """A model was called: what has changed in its buffers was changed by that pass."""
+        if self._engine is not None:
+            self._engine.called()
 
     def ensure_finished(self) -> None:
         """Finish the step when the loop requests another; an error if it was never entered."""

@@ -114,6 +114,11 @@ class LoopThread:
         """Whether the script runs; the training thread then waits, unless it was abandoned."""
 
     @property
+    def has_failed(self) -> bool:
+        """Whether the function has raised an exception."""
+        return self._end is not None
+
+    @property
     def is_current(self) -> bool:
         """Whether the calling thread is the script's."""
         return threading.current_thread() is self._thread

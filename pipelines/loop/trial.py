@@ -33,6 +33,7 @@ from pipelines.training.custom.modules.custom_pipeline import CustomBatch
 from pipelines.training.replica.own_changes import OwnChanges
 from pipelines.training.workload.parallel_groups import ALONE
 from pipelines.training.workload.seeds import generator_states
+from pipelines.training.workload.state import buffers
 
 MAX_BYTES = 1 << 28
 """The parameters of the largest model that is tried: the trial needs as much again for a copy, and
@@ -147,7 +148,7 @@ class _HalvesEngine:
         self._attention.enter_context(AttentionRefused())
         self._is_over = True
 
-    def backwarded(self) -> None:
+    def called(self) -> None:
         """Nothing follows a pass."""
 
     def all_backwarded(self) -> None:
@@ -188,7 +189,7 @@ class _TrialEngine:
         self._recorder = recorder
         self._workload = workload
         self._states = states
-        self._changes = BodyChanges(lambda: dict(module.named_buffers()))
+        self._changes = BodyChanges(lambda: dict(buffers(module)))
 
     def next(self) -> CustomBatch:
         self._changes.refuse()
@@ -212,7 +213,7 @@ class _TrialEngine:
             self.grouping.after()
         self.is_comparing &= self._num_begun < self.num_microbatches
 
-    def backwarded(self) -> None:
+    def called(self) -> None:
         self._changes.note()
 
     def all_backwarded(self) -> None:

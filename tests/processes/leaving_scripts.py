@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from loops import FOLDER, NUM_MICROBATCHES, NUM_STEPS, build_training, plain
 from script_habits import compute, note_values, values_of
-from torch import Tensor, nn
+from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
 from pipelines.loop import Run
@@ -142,7 +142,7 @@ def raise_between_steps(run: Run) -> None:
 
 def fails_behind_step(run: Run) -> None:
     """The script fails the first time, behind a step in whose block it has stepped its scheduler,
-    and after a change of what it keeps and of its model."""
+    and after a change of what it keeps."""
     model, optimizer, _, loader = build_training(is_scheduled=False)
     scheduler = rate_of(optimizer)
     model, optimizer, scheduler, loader = run.prepare(model, optimizer, scheduler, loader)
@@ -153,7 +153,7 @@ def fails_behind_step(run: Run) -> None:
             for points, labels in step.batches():
                 step.backward(nn.functional.cross_entropy(model(points), labels))
             scheduler.step()
-        change_behind(model, kept)
+        kept["rounds"] += 1
         if step.committed and step.number == STOP_STEP and mark(f"failed {os.getpid()}"):
             raise OSError("no space left")
     note_values(NUM_STEPS, "below", kept)
@@ -164,17 +164,12 @@ def plain_behind_step() -> Iterator[float]:
     kept = {"rounds": torch.zeros(())}
     losses = plain(model, optimizer, rate_of(optimizer), loader, NUM_STEPS, NUM_MICROBATCHES)
     for loss in losses:
-        change_behind(model, kept)
+        kept["rounds"] += 1
         yield loss
 
 
 def rate_of(optimizer: torch.optim.Optimizer) -> LambdaLR:
     return LambdaLR(optimizer, lambda step: (step + 1) / 12)
-
-
-def change_behind(model: nn.Module, kept: dict[str, Tensor]) -> None:
-    kept["rounds"] += 1
-    model.head.bias.data.mul_(1 - 0.01 * float(kept["rounds"]))
 
 
 def fails_below_loop(run: Run) -> None:

@@ -51,7 +51,7 @@ def test_changes_that_would_be_lost_are_refused(name: str, reason: str, tmp_path
     ("name", "reason"),
     [
         ("changes_behind_passes", "the body changes the buffer layer.queue of the model outside"),
-        ("changes_in_forward", "target.weight: the model changes these parameters itself in its"),
+        ("changes_in_forward", "target.weight: the model changes these parameters itself within"),
     ],
 )
 def test_changes_in_a_step_are_refused_before_the_run(name: str, reason: str) -> None:

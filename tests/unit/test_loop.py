@@ -46,7 +46,7 @@ class ListEngine:
     def forwarded(self, count: Tensor) -> None:
         self.counts.append(float(count))
 
-    def backwarded(self) -> None:
+    def called(self) -> None:
         """Nothing changes buffers here."""
 
     def all_backwarded(self) -> None:

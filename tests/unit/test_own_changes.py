@@ -16,6 +16,7 @@ class Changing(nn.Module):
     def __init__(self, how: str) -> None:
         super().__init__()
         self.bounded = nn.Linear(3, 3)
+        self.packed = nn.Parameter(torch.zeros(4, dtype=torch.uint8), requires_grad=False)
         self.norm = nn.BatchNorm1d(3)
         self.how = how
 
@@ -26,18 +27,31 @@ class Changing(nn.Module):
                 weight.data = torch.renorm(weight.data, 2, 0, 1e9)
             case "data in place":
                 weight.data.mul_(0.9)
+            case "in place of integers":
+                self.packed.data.add_(1)
+            case "sign":  # which has the same norm
+                weight.data.neg_()
             case "in place":
                 with torch.no_grad():
                     weight.copy_(weight.clone())
         return self.norm(self.bounded(points))
 
 
-@pytest.mark.parametrize("how", ["replaced data", "data in place", "in place"])
-def test_changed_parameter_is_named(how: str) -> None:
+@pytest.mark.parametrize(
+    ("how", "name"),
+    [
+        ("replaced data", "bounded.weight"),
+        ("data in place", "bounded.weight"),
+        ("sign", "bounded.weight"),
+        ("in place", "bounded.weight"),
+        ("in place of integers", "packed"),
+    ],
+)
+def test_changed_parameter_is_named(how: str, name: str) -> None:
     model = Changing(how)
     changes = OwnChanges([model])
     model(torch.randn(4, 3)).sum().backward()
-    with pytest.raises(UserError, match=r"^bounded.weight: the model changes"):
+    with pytest.raises(UserError, match=f"^{name}: the model changes"):
         changes.refuse()
 
 

@@ -95,7 +95,10 @@ class CalledModule:
         try:
             self.at.refuse_stepped()
             self.push()
-            return self.part(*inputs, **keywords)
+            output = self.part(*inputs, **keywords)
+            if self.at.step is not None:
+                self.at.step.note_call()
+            return output
         except BaseException as error:
             if self.at.step is not None:
                 self.at.step.note(error)

@@ -54,6 +54,8 @@ class OpenStep(Protocol):
 
     def note(self, error: BaseException) -> None: ...
 
+    def note_call(self) -> None: ...
+
 
 class ScriptMoment:
     """Where a script is, and whether its declared models have the trained values there.
@@ -130,7 +132,7 @@ class ScriptMoment:
         """All that the script has changed in its models since the latest committed step."""
         if not self.is_stale:
             self.values.keep()
-        return self.values.kept_tensors()
+        return self.values.kept
 
     def before_evaluation(self) -> None:
         """Let an evaluation see what the script has changed in its models. Raises `LoopMisused` in
@@ -184,6 +186,7 @@ class ScriptMoment:
         if self.step is None:
             if self.is_training:
                 self.refresh()
+                self.values.is_suspect |= attribute == "data"
             return
         if attribute == "grad":
             raise LoopMisused(

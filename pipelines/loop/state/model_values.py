@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
-from actors.distributed.torch_private import norms_of, num_changes
+from actors.distributed.torch_private import num_changes
 from pipelines.loop.state.errors import LoopMisused
 from pipelines.training.models.joined_model import prefix_of
+from pipelines.training.replica.own_changes import checksum
 
 
 class _Noted(NamedTuple):
     tensor: Tensor
-    changes: int
-    norm: float
+    checksum: float
     """A change through `.data` is not counted."""
 
 
@@ -32,9 +31,11 @@ class ModelValues:
         self._watched: list[Tensor] = []
         self._num_changes = 0
         self._seen: dict[str, _Noted] = {}
-        self.kept: set[str] = set()
-        """The names of those that the script has changed since the latest committed step, and
-        that the next step begins with."""
+        self.is_suspect = False
+        """Whether the script has had `.data` of a parameter since the values were noted."""
+        self.kept: dict[str, Tensor] = {}
+        """Copies of those that the script has changed since the latest committed step, with which
+        the next step begins."""
 
     def add(self, model: nn.Module) -> None:
         self.models.append(model)
@@ -45,13 +46,10 @@ class ModelValues:
         """Detached: they share memory with the models."""
         return {name: value.detach() for name, value in self._named().items()}
 
-    def kept_tensors(self) -> dict[str, Tensor]:
-        tensors = self.tensors() if self.kept else {}
-        return {name: tensors[name] for name in sorted(self.kept)}
-
     def note(self) -> None:
         """Compare from now on with the present values."""
-        self._seen, self._num_changes = self._read(), self._count()
+        self._seen = {n: _Noted(value, checksum(value)) for n, value in self._named().items()}
+        self._num_changes, self.is_suspect = self._count(), False
 
     def note_unread(self) -> None:
         """Compare from now on with the present values, which are old ones."""
@@ -61,36 +59,45 @@ class ModelValues:
         """Whether a tensor has been changed, other than through `.data`."""
         return self._count() != self._num_changes
 
+    @torch.no_grad()
     def keep(self) -> None:
         """Keep what has changed, and compare from now on with the present values."""
-        now = self._read()
-        self.kept.update(self._changed(now))
-        self._seen, self._num_changes = now, self._count()
+        named = self._named()
+        changed = self.changed()
+        self.kept |= {name: named[name].detach().clone() for name in changed}
+        if changed:
+            self.note()
+        self.is_suspect, self._num_changes = False, self._count()
 
     def changed(self) -> list[str]:
         """The names of those that differ from what was noted. Raises `LoopMisused` where another
         tensor has taken a parameter's place."""
-        return self._changed(self._read())
+        named = self._named()
+        is_suspect = self.is_suspect or self.is_counted()
+        return [
+            name
+            for name, value in named.items()
+            if self._is_other(name, value)
+            and (is_suspect or not isinstance(value, nn.Parameter))
+            and checksum(value) != self._seen[name].checksum
+        ]
 
-    def _changed(self, now: Mapping[str, _Noted]) -> list[str]:
-        seen = self._seen
-        changed = [name for name, value in now.items() if value[1:] != seen[name][1:]]
-        for name, value in now.items():
-            before = seen[name].tensor
-            if value.tensor is before:
-                continue
-            if (value.tensor.shape, value.tensor.dtype) != (before.shape, before.dtype):
-                raise LoopMisused(
-                    f"model.{name}: {tuple(value.tensor.shape)} of {value.tensor.dtype} in place "
-                    f"of {tuple(before.shape)} of {before.dtype}: these must not change in the loop"
-                )
-            if isinstance(value.tensor, nn.Parameter):
-                raise LoopMisused(
-                    f"model.{name}: another parameter in place of the model's, which no optimizer "
-                    f"would train: change its values, as in model.{name}.data.copy_(...)"
-                )
-            changed.append(name)
-        return changed
+    def _is_other(self, name: str, value: Tensor) -> bool:
+        """Whether a tensor may have other values. Raises `LoopMisused` for one that may not."""
+        if name not in self._seen:
+            return False  # a buffer that a call has made: the run has none
+        old = self._seen[name].tensor
+        if (value.shape, value.dtype) != (old.shape, old.dtype):
+            raise LoopMisused(
+                f"model.{name}: {tuple(value.shape)} of {value.dtype} in place of "
+                f"{tuple(old.shape)} of {old.dtype}: these must not change in the loop"
+            )
+        if value is not old and isinstance(value, nn.Parameter):
+            raise LoopMisused(
+                f"model.{name}: another parameter in place of the model's, which no optimizer "
+                f"would train: change its values, as in model.{name}.data.copy_(...)"
+            )
+        return True
 
     def _named(self) -> dict[str, Tensor]:
         return {
@@ -101,16 +108,6 @@ class ModelValues:
 
     def _count(self) -> int:
         return sum(map(num_changes, self._watched))
-
-    @torch.no_grad()
-    def _read(self) -> dict[str, _Noted]:
-        named = self._named()
-        values = [value.detach() for value in named.values()]
-        values = [value if value.is_floating_point() else value.double() for value in values]
-        norms = [norm.double() for norm in norms_of(values)] if values else []
-        read = torch.stack(norms).nan_to_num(torch.inf).tolist() if norms else []
-        pairs = zip(named.items(), read, strict=True)
-        return {name: _Noted(value, num_changes(value), norm) for (name, value), norm in pairs}
 
 
 def _values_of(model: nn.Module) -> dict[str, Tensor]:
