@@ -11,7 +11,7 @@ from pipelines.loop.step import Step
 
 
 class Epoch(int):
-    """The number of an epoch, counted from 0, which is iterated over its steps once.
+    """The number of an epoch, which is iterated over its steps once.
 
     A worker that joins, and a resumed run, begin with the present epoch, at its next step.
     """
@@ -21,10 +21,10 @@ class Epoch(int):
     _size: int
 
     @classmethod
-    def beginning_with(cls, first: Step, steps: Iterator[Step], size: int) -> Epoch:
-        """`steps` goes on behind `first`; an epoch has `size`."""
-        epoch = cls((first.number - 1) // size)
-        epoch._latest, epoch._steps, epoch._size = first, ref(steps), size
+    def beginning_with(cls, step: Step, steps: Iterator[Step], size: int, first: int) -> Epoch:
+        """`steps` goes on behind `step`; an epoch has `size`, and the `first` has this number."""
+        epoch = cls(first + (step.number - 1) // size)
+        epoch._latest, epoch._steps, epoch._size = step, ref(steps), size
         return epoch
 
     def __iter__(self) -> Iterator[Step]:
@@ -42,15 +42,15 @@ class Epoch(int):
         return self._latest.committed and self._latest.number % self._size == 0
 
 
-def epochs_of(steps: Iterator[Step], size: int) -> Iterator[Epoch]:
-    """The epochs of `size` steps each. Raises `LoopMisused` for one that was not iterated to its
-    end: the next step would not be the first of an epoch."""
+def epochs_of(steps: Iterator[Step], size: int, first: int) -> Iterator[Epoch]:
+    """The epochs of `size` steps each, counted from `first`. Raises `LoopMisused` for one that was
+    not iterated to its end: the next step would not be the first of an epoch."""
     epoch = None
-    for first in steps:
+    for step in steps:
         if epoch is not None and not epoch.is_over:
             raise LoopMisused(
                 f"epoch {epoch} was left before its last step: `for step in epoch:` runs over all "
                 "steps of an epoch; to end the run, leave the loop over epochs, or call run.stop()"
             )
-        epoch = Epoch.beginning_with(first, steps, size)
+        epoch = Epoch.beginning_with(step, steps, size, first)
         yield epoch

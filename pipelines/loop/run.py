@@ -189,9 +189,10 @@ class Run:
         max_grad_norm: float | None = None,
         updates_per_batch: int = 1,
         max_grad_value: float | None = None,
+        first: int = 0,
     ) -> Iterator[Epoch]:
-        """The remaining of `num_epochs` epochs; each is its number, counted from 0, and is iterated
-        over its steps, as in `for step in epoch:`. Else as `steps`.
+        """The remaining of `num_epochs` epochs; each is its number, counted from `first`, and is
+        iterated over its steps, as in `for step in epoch:`. Else as `steps`.
 
         An epoch consists of whole steps. Raises `LoopMisused` if the loader's data have no known
         length.
@@ -204,7 +205,12 @@ class Run:
         counts = StepCounts(num_epochs * size, microbatches, updates_per_batch)
         clipping = _clipping(max_grad_norm, max_grad_value)
         steps = self._begin(self._declared(counts, clipping, _caller_of(currentframe())))
-        return epochs_of(steps, size)
+        return epochs_of(steps, size, first)
+
+    @property
+    def is_first_worker(self) -> bool:
+        """True on exactly one worker in the loop, as `step.is_first_worker`."""
+        return self._at.is_first_worker
 
     def stop(self) -> None:
         """End the run with the present step, as completed. All workers must call it."""

@@ -51,10 +51,12 @@ def by_epochs(run: Run) -> None:
 
 def leaves_epochs(run: Run) -> None:
     model, _, scheduler, _ = run.prepare(*build())
-    for epoch in run.epochs(EPOCHS, NUM_MICROBATCHES):
+    for epoch in run.epochs(EPOCHS, NUM_MICROBATCHES, first=1):
         train_epoch(epoch, model)
         scheduler.step()
-        if epoch == LEFT_AFTER:
+        if run.is_first_worker:
+            note_values(int(epoch), "epoch", values_of(model))
+        if epoch == LEFT_AFTER + 1:
             break
     note_values(NUM_STEPS, "below", values_of(model))
 

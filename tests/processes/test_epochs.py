@@ -37,7 +37,10 @@ def test_code_below_epochs_that_are_left_runs_on_one_worker(tmp_path: Path) -> N
     losses, _ = zip(*epoch_scripts.plain_by_epochs(), strict=True)
     last = epoch_scripts.SIZE * (epoch_scripts.LEFT_AFTER + 1)
     assert list(run.losses().values()) == pytest.approx(losses[:last], rel=1e-9)
-    assert len([*(tmp_path / "marks").glob("below-*.pt")]) == 1
+    marks = tmp_path / "marks"
+    assert len([*marks.glob("below-*.pt")]) == 1
+    numbers = sorted(int(file.name.split("-")[1]) for file in marks.glob("epoch-*.pt"))
+    assert numbers == [1, 2, 3, 4, 5]
 
 
 def test_epoch_that_is_left_within_is_refused(tmp_path: Path) -> None:
