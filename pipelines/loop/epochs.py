@@ -10,24 +10,22 @@ from pipelines.loop.state.errors import LoopMisused
 from pipelines.loop.step import Step
 
 
-class Epoch(int):
-    """The number of an epoch, which is iterated over its steps once.
+class EpochSteps:
+    """The steps of an epoch, iterated once; on a worker that joins, and in a resumed run, those
+    that remain."""
 
-    A worker that joins, and a resumed run, begin with the present epoch, at its next step.
-    """
-
-    _latest: Step
-    _steps: ref[Any]
-    _size: int
-
-    @classmethod
-    def beginning_with(cls, step: Step, steps: Iterator[Step], size: int, first: int) -> Epoch:
-        """`steps` goes on behind `step`; an epoch has `size`, and the `first` has this number."""
-        epoch = cls(first + (step.number - 1) // size)
-        epoch._latest, epoch._steps, epoch._size = step, ref(steps), size
-        return epoch
+    def __init__(self, number: int, step: Step, steps: Iterator[Step], size: int) -> None:
+        """`step` is the first, behind which `steps` goes on; a whole epoch has `size`."""
+        self._number = number
+        self._latest = step
+        self._steps: ref[Any] = ref(steps)
+        self._size = size
+        self._is_begun = False
 
     def __iter__(self) -> Iterator[Step]:
+        if self._is_begun:
+            raise LoopMisused(f"epoch {self._number}: its steps are iterated twice")
+        self._is_begun = True
         step: Step | None = self._latest
         while step is not None:
             self._latest = step
@@ -42,15 +40,19 @@ class Epoch(int):
         return self._latest.committed and self._latest.number % self._size == 0
 
 
-def epochs_of(steps: Iterator[Step], size: int, first: int) -> Iterator[Epoch]:
-    """The epochs of `size` steps each, counted from `first`. Raises `LoopMisused` for one that was
-    not iterated to its end: the next step would not be the first of an epoch."""
+def epochs_of(steps: Iterator[Step], size: int, first: int) -> Iterator[tuple[int, EpochSteps]]:
+    """The numbers of the epochs of `size` steps, counted from `first`, and their steps.
+
+    Raises `LoopMisused` for an epoch that was not iterated to its end: the next step would not be
+    the first of one.
+    """
     epoch = None
     for step in steps:
+        number = first + (step.number - 1) // size
         if epoch is not None and not epoch.is_over:
             raise LoopMisused(
-                f"epoch {epoch} was left before its last step: `for step in epoch:` runs over all "
-                "steps of an epoch; to end the run, leave the loop over epochs, or call run.stop()"
+                f"epoch {number} was left before its last step: iterate over all of its steps; to "
+                "end the run, leave the loop over epochs, or call run.stop()"
             )
-        epoch = Epoch.beginning_with(step, steps, size, first)
-        yield epoch
+        epoch = EpochSteps(number, step, steps, size)
+        yield number, epoch

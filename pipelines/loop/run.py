@@ -18,7 +18,7 @@ from torch.utils.data import DataLoader
 from actors.runtime.program import Evaluation
 from pipelines.errors import UserError
 from pipelines.loop.declaration import Declaration, EvaluationSetup, StepCounts
-from pipelines.loop.epochs import Epoch, epochs_of
+from pipelines.loop.epochs import EpochSteps, epochs_of
 from pipelines.loop.modules.module_numbers import ModuleNumbers
 from pipelines.loop.prepared.called_module import CalledModels
 from pipelines.loop.prepared.data_source import DataSource, drawn_by, source_of
@@ -190,9 +190,9 @@ class Run:
         updates_per_batch: int = 1,
         max_grad_value: float | None = None,
         first: int = 0,
-    ) -> Iterator[Epoch]:
-        """The remaining of `num_epochs` epochs; each is its number, counted from `first`, and is
-        iterated over its steps, as in `for step in epoch:`. Else as `steps`.
+    ) -> Iterator[tuple[int, EpochSteps]]:
+        """The remaining of `num_epochs` epochs: their numbers, counted from `first`, and their
+        steps, as in `for epoch, steps in run.epochs(10):`. Else as `steps`.
 
         An epoch consists of whole steps. Raises `LoopMisused` if the loader's data have no known
         length.

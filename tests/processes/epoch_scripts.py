@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader, TensorDataset
 
 from pipelines.loop import Run
-from pipelines.loop.epochs import Epoch
+from pipelines.loop.epochs import EpochSteps
 
 EPOCHS, SIZE = 6, 4
 LEFT_AFTER, DIES_AFTER = 4, 3
@@ -26,10 +26,10 @@ def build(num_samples: int = 96) -> tuple[nn.Module, torch.optim.Optimizer, Any,
     return model, optimizer, StepLR(optimizer, 1, gamma=0.7), loader
 
 
-def train_epoch(epoch: Epoch, model: nn.Module) -> float:
+def train_epoch(steps: EpochSteps, model: nn.Module) -> float:
     """A function of its own, as scripts have it; a worker that joins is in the midst of it."""
     loss = 0.0
-    for step in epoch:
+    for step in steps:
         with step:
             compute(step, model)
         if step.committed:
@@ -42,20 +42,20 @@ def train_epoch(epoch: Epoch, model: nn.Module) -> float:
 def by_epochs(run: Run) -> None:
     """Workers die in two bodies, and one behind the last step of an epoch."""
     model, _, scheduler, _ = run.prepare(*build())
-    for epoch in run.epochs(EPOCHS, NUM_MICROBATCHES):
-        train_epoch(epoch, model)
+    for epoch, steps in run.epochs(EPOCHS, NUM_MICROBATCHES):
+        train_epoch(steps, model)
         scheduler.step()
-        note_values(int(epoch), "epoch", values_of(model))
+        note_values(epoch, "epoch", values_of(model))
     note_values(NUM_STEPS, "below", values_of(model))
 
 
 def leaves_epochs(run: Run) -> None:
     model, _, scheduler, _ = run.prepare(*build())
-    for epoch in run.epochs(EPOCHS, NUM_MICROBATCHES, first=1):
-        train_epoch(epoch, model)
+    for epoch, steps in run.epochs(EPOCHS, NUM_MICROBATCHES, first=1):
+        train_epoch(steps, model)
         scheduler.step()
         if run.is_first_worker:
-            note_values(int(epoch), "epoch", values_of(model))
+            note_values(epoch, "epoch", values_of(model))
         if epoch == LEFT_AFTER + 1:
             break
     note_values(NUM_STEPS, "below", values_of(model))
@@ -63,12 +63,21 @@ def leaves_epochs(run: Run) -> None:
 
 def leaves_within_epoch(run: Run) -> None:
     model, *_ = run.prepare(*build())
-    for epoch in run.epochs(EPOCHS, NUM_MICROBATCHES):
-        for step in epoch:
+    for _, steps in run.epochs(EPOCHS, NUM_MICROBATCHES):
+        for step in steps:
             with step:
                 compute(step, model)
             if step.committed and step.number == 2:
                 break
+
+
+def reads_epoch_twice(run: Run) -> None:
+    model, *_ = run.prepare(*build())
+    for _, steps in run.epochs(EPOCHS, NUM_MICROBATCHES):
+        for _ in range(2):
+            for step in steps:
+                with step:
+                    compute(step, model)
 
 
 def unknown_length(run: Run) -> None:

@@ -39,15 +39,22 @@ def test_code_below_epochs_that_are_left_runs_on_one_worker(tmp_path: Path) -> N
     assert list(run.losses().values()) == pytest.approx(losses[:last], rel=1e-9)
     marks = tmp_path / "marks"
     assert len([*marks.glob("below-*.pt")]) == 1
-    numbers = sorted(int(file.name.split("-")[1]) for file in marks.glob("epoch-*.pt"))
-    assert numbers == [1, 2, 3, 4, 5]
+    numbers = [int(file.name.split("-")[1]) for file in marks.glob("epoch-*.pt")]
+    assert sorted(numbers) == [1, 2, 3, 4, 5]
 
 
-def test_epoch_that_is_left_within_is_refused(tmp_path: Path) -> None:
-    run = run_habit(
-        tmp_path, "leaves_within_epoch", 0, "user_error", layout="dp=2", module=epoch_scripts
-    )
-    assert "epoch 0 was left before its last step" in run.stopped.reason
+@pytest.mark.parametrize(
+    ("name", "reason"),
+    [
+        ("leaves_within_epoch", "epoch 0 was left before its last step"),
+        ("reads_epoch_twice", "epoch 0: its steps are iterated twice"),
+    ],
+)
+def test_epoch_that_is_not_read_once_to_its_end_is_refused(
+    name: str, reason: str, tmp_path: Path
+) -> None:
+    run = run_habit(tmp_path, name, 0, "user_error", layout="dp=2", module=epoch_scripts)
+    assert reason in run.stopped.reason
 
 
 def test_epochs_have_whole_steps_of_data_whose_length_is_known() -> None:
