@@ -7,6 +7,9 @@ import torch
 from torch import Tensor, nn
 
 from pipelines.errors import UserError
+from pipelines.run.program import TrainingProgram
+from pipelines.run.recipes import load
+from pipelines.settings.overrides import override
 from pipelines.training.replica.own_changes import OwnChanges
 
 
@@ -64,3 +67,11 @@ def test_buffers_and_gradients_are_no_change() -> None:
     changes.refuse()
     assert model.bounded.weight.grad is not None
     assert model.norm.num_batches_tracked == 1
+
+
+@pytest.mark.parametrize("changes", [[], ["dtype=bfloat16"], ["offload=true"]])
+def test_what_a_warm_up_itself_changes_is_not_the_models_change(changes: list[str]) -> None:
+    settings = override(load("tiny"), ["data.source=random", *changes])
+    program = TrainingProgram(settings.model_dump(mode="json"), device="cpu")
+    program.warm_up()
+    assert not torch.distributed.is_initialized()

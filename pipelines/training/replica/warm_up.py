@@ -81,6 +81,7 @@ def _one_step(
         value = initial_value(workload, settings, spec, Region.whole(spec.shape))
         tensors[spec.name] = value.to(groups.device)
     replica.adopt(tensors)
+    replica.sharded.gather(_never)  # else the step would do so, which changes all parameters
     own_changes = OwnChanges(replica.sharded.modules)
     loss_sum, num_tokens, sq_grad_norm = replica.compute(1, _never).tolist()
     own_changes.refuse()
