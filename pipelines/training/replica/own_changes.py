@@ -39,7 +39,7 @@ class OwnChanges:
     def __init__(self, modules: Iterable[nn.Module]) -> None:
         """Take modules before their passes. Reads all parameters once."""
         named = (item for module in modules for item in module.named_parameters())
-        self._parameters = dict(named)
+        self._watched = dict(named)
         self._before = self._seen()
 
     def refuse(self) -> None:
@@ -57,5 +57,5 @@ class OwnChanges:
     def _seen(self) -> dict[str, _Seen]:
         return {
             name: _Seen(parameter.data_ptr(), num_changes(parameter), checksum(parameter))
-            for name, parameter in self._parameters.items()
+            for name, parameter in self._watched.items()
         }
