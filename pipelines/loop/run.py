@@ -199,9 +199,10 @@ class Run:
         """
         _refuse_counts(num_epochs=num_epochs, microbatches=microbatches)
         size = updates_per_batch
-        if self._source is not None:
-            self._source = self._source.in_whole_steps(self._source.microbatch * microbatches)
-            size *= self._source.epoch_size // (self._source.microbatch * microbatches)
+        if (source := self._source) is not None:
+            batch = source.microbatch * microbatches
+            self._source = source.in_whole_steps(batch)
+            size *= self._source.epoch_size // batch
         counts = StepCounts(num_epochs * size, microbatches, updates_per_batch)
         clipping = _clipping(max_grad_norm, max_grad_value)
         steps = self._begin(self._declared(counts, clipping, _caller_of(currentframe())))

@@ -78,14 +78,20 @@ def held_iterator(run: Run) -> None:
     del steps
 
 
-def die_below_loop(run: Run) -> None:
-    """The first worker dies in the code below the loop."""
+def train_all(run: Run) -> nn.Module:
+    """A loop over all steps; returns the model."""
     model, optimizer, _, loader = build_training(is_scheduled=False)
     model, optimizer, loader = run.prepare(model, optimizer, loader)
     for step in run.steps(STOP_STEP, microbatches=NUM_MICROBATCHES):
         with step:
             for points, labels in step.batches():
                 step.backward(nn.functional.cross_entropy(model(points), labels))
+    return model
+
+
+def die_below_loop(run: Run) -> None:
+    """The first worker dies in the code below the loop."""
+    model = train_all(run)
     if mark("below"):
         os.kill(os.getpid(), signal.SIGKILL)
     note_values(STOP_STEP, "below", values_of(model))
@@ -174,12 +180,7 @@ def rate_of(optimizer: torch.optim.Optimizer) -> LambdaLR:
 
 def fails_below_loop(run: Run) -> None:
     """The code below the loop fails the first time."""
-    model, optimizer, _, loader = build_training(is_scheduled=False)
-    model, optimizer, loader = run.prepare(model, optimizer, loader)
-    for step in run.steps(STOP_STEP, microbatches=NUM_MICROBATCHES):
-        with step:
-            for points, labels in step.batches():
-                step.backward(nn.functional.cross_entropy(model(points), labels))
+    model = train_all(run)
     if mark("failed"):
         raise OSError("no space left")
     note_values(STOP_STEP, "below", values_of(model))
