@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from elastic.geometry.sample_order import keyed_seed
 from pipelines.loop.declaration import Declaration
 from pipelines.loop.prepared.called_module import CalledModels
+from pipelines.loop.prepared.file_models import with_file_models
 from pipelines.loop.prepared.optimizer_factory import LoopOptimizerFactory
 from pipelines.loop.prepared.script_moment import ScriptMoment
 from pipelines.loop.run import Run
@@ -248,7 +249,7 @@ class Loop:
                 )
             )
         )
-        script = self._script
+        script = with_file_models(self._script)
         self.called = called = CalledModels(
             ScriptMoment(lambda: thread.request(Request.WEIGHTS), lambda: thread.is_current)
         )

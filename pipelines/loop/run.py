@@ -38,10 +38,13 @@ from pipelines.loop.state.errors import LoopMisused
 from pipelines.loop.state.kept_objects import KeptObjects
 from pipelines.loop.state.loss_scaler import LossScaler
 from pipelines.loop.state.microbatch_state import CarriedTensor, MicrobatchStates
+from pipelines.loop.state.named_values import NamedValues
 from pipelines.loop.step import Step
 from pipelines.settings.recipe import Dataset
 from pipelines.training.models.joined_model import joined
 from pipelines.training.workload.clipping import Clipping
+
+_print = print
 
 
 class Run:
@@ -104,18 +107,20 @@ class Run:
     def draw(self, function: Callable[..., Any], *arguments: Any) -> None:
         """Train on what a function draws, in place of a loader, before the loop.
 
-        Each call, `function(*arguments)`, returns a microbatch. The random generators of torch,
+        Each call, `function(*arguments)`, returns a microbatch; of a generator function it yields
+        one after the other, and it is called again where it ends. The random generators of torch,
         Python and NumPy have a seed of their own for each, so that all workers draw what one
         would. Raises `LoopMisused` for a function that has another state.
         """
         _refuse_second(self._source, "loader")
         self._source = drawn_by(function, arguments)
 
-    def keep(self, *objects: Any) -> Any:
+    def keep(self, *objects: Any, names: Sequence[str] = ()) -> Any:
         """Make objects that the script itself changes part of the run's state, before the loop.
 
         They are tensors changed in place, dictionaries of tensors and numbers, modules such as
-        averaged weights, or other objects with `state_dict` and `load_state_dict`. A worker that
+        averaged weights, or other objects with `state_dict` and `load_state_dict`. With `names`
+        only these attributes of any object are kept, or these items of a dictionary. A worker that
         joins and a resumed run have their values, and what a step that fails has changed is
         undone. Their shapes do not change, and all workers change them alike: between two steps,
         by what is the same on all. Returns the objects. Raises `LoopMisused` for others.
@@ -123,7 +128,7 @@ class Run:
         for item in objects:
             if any(item is model for model in self._models.declared):
                 raise LoopMisused("run.keep: this model is prepared, which keeps it")
-            self._kept.add(item)
+            self._kept.add(NamedValues(item, names) if names else item)
         return objects[0] if len(objects) == 1 else objects
 
     def state(self, first: Tensor) -> CarriedTensor:
@@ -190,16 +195,17 @@ class Run:
         updates_per_batch: int = 1,
         max_grad_value: float | None = None,
         first: int = 0,
+        steps_per_epoch: int | None = None,
     ) -> Iterator[tuple[int, EpochSteps]]:
         """The remaining of `num_epochs` epochs: their numbers, counted from `first`, and their
         steps, as in `for epoch, steps in run.epochs(10):`. Else as `steps`.
 
-        An epoch consists of whole steps. Raises `LoopMisused` if the loader's data have no known
-        length.
+        An epoch consists of the whole steps of the loader's data, or of `steps_per_epoch`. Raises
+        `LoopMisused` if neither is known.
         """
         _refuse_counts(num_epochs=num_epochs, microbatches=microbatches)
-        size = updates_per_batch
-        if (source := self._source) is not None:
+        size = steps_per_epoch or updates_per_batch
+        if steps_per_epoch is None and (source := self._source) is not None:
             batch = source.microbatch * microbatches
             self._source = source.in_whole_steps(batch)
             size *= self._source.epoch_size // batch
@@ -217,10 +223,11 @@ class Run:
         """End the run with the present step, as completed. All workers must call it."""
         self._at.is_stopped = True
 
-    def print(self, *values: Any) -> None:
-        """Print within the loop, on one worker only; see `elastic logs`."""
-        if self._at.is_first_worker:
-            print(*values, flush=True)
+    def print(self, *values: Any, **keywords: Any) -> None:
+        """Print as Python's `print` does, but within the loop on one worker only; see `elastic
+        logs`. It may take its place, as in `builtins.print = run.print`."""
+        if self._at.is_first_worker or not self._at.is_own:
+            _print(*values, **{"flush": True, **keywords})
 
     def _declared(
         self, counts: StepCounts, clipping: Clipping, script: FrameType | None

@@ -15,6 +15,7 @@ from actors.runtime.program import Evaluation
 from pipelines.loop.declaration import Declaration, NotDeclared
 from pipelines.loop.modules.model_copies import copy_models
 from pipelines.loop.prepared.called_module import CalledModels
+from pipelines.loop.prepared.file_models import with_file_models
 from pipelines.loop.prepared.refusals import refuse_unkeepable
 from pipelines.loop.run import Run
 from pipelines.loop.state.errors import LoopMisused
@@ -62,7 +63,8 @@ def script_of(function: Callable[[Run], None]) -> Script:
     """
     try:
         with seeded(TrainSettings().seed):
-            function(Run(_declare, CalledModels(), lambda: Evaluation(None)))
+            run = Run(_declare, CalledModels(), lambda: Evaluation(None))
+            with_file_models(function)(run)
     except _Declared as declared:
         return Script(function, settings_of(declared.declaration))
     what = described(function)

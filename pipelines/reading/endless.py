@@ -1,13 +1,14 @@
-"""Data without a length, read by index: in sequence, with replacement, or in drawn batches."""
+"""Data without a length: in sequence, with replacement, or in drawn or yielded batches."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch.utils.data import IterableDataset
 
 from elastic.geometry.sample_order import keyed_seed, permuted, round_keys
 from pipelines.reading.pass_reader import seed_host
@@ -101,3 +102,20 @@ class DrawnBatches(Endless):
         if torch.cuda.is_available() and torch.cuda.is_initialized():
             torch.cuda.manual_seed(seed)
         return self._function(*self._arguments)
+
+    def first(self) -> Any:
+        return self[0]
+
+
+class YieldedBatches(IterableDataset[Any]):
+    """Batches that a generator function yields, in each pass from the first one on."""
+
+    def __init__(self, function: Callable[..., Any], arguments: Sequence[Any] = ()) -> None:
+        self._function = function
+        self._arguments = tuple(arguments)
+
+    def __iter__(self) -> Iterator[Any]:
+        yield from self._function(*self._arguments)
+
+    def first(self) -> Any:
+        return next(iter(self), None)

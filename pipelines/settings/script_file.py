@@ -83,6 +83,8 @@ _running: list[str] = []
 """The files that are being run."""
 _files: set[str] = set()
 """The modules that are such files."""
+_run: list[ModuleType] = []
+"""The modules of all files that have been run."""
 
 
 def refuse_in_file(what: str) -> None:
@@ -122,17 +124,33 @@ def run_file(file: Path) -> ModuleType:
     sys.modules[spec.name] = module
     # Reader processes cannot import it by its name.
     cloudpickle.register_pickle_by_value(module)
-    _running.append(spec.name)
+    _run.append(module)
     try:
-        with _arguments(_arguments_of(str(file))):
-            spec.loader.exec_module(module)
+        run_again(module)
     finally:
-        _running.pop()
         if before is None:
             _files.add(spec.name)
         elif spec.name not in _files:
             sys.modules[spec.name] = before
     return module
+
+
+def module_of(function: object) -> ModuleType | None:
+    """The module of a function, if it is a file that has been run here."""
+    values = getattr(function, "__globals__", None)
+    return next((module for module in _run if vars(module) is values), None)
+
+
+def run_again(module: ModuleType) -> None:
+    """Run a file in its module as it is now."""
+    spec = module.__spec__
+    assert spec is not None and spec.loader is not None, f"{module.__name__} has no file"
+    _running.append(spec.name)
+    try:
+        with _arguments(_arguments_of(str(spec.origin))):
+            spec.loader.exec_module(module)
+    finally:
+        _running.pop()
 
 
 @contextmanager

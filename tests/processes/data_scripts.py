@@ -108,6 +108,18 @@ def drawn_by_position(run: Run) -> None:
     train(run)
 
 
+def yielded_by_chance(run: Run) -> None:
+    """The generator function has a generator of its own, with another seed each time."""
+
+    def batches() -> Iterator[torch.Tensor]:
+        yield torch.rand(4, 8, generator=own)
+
+    own = torch.Generator()
+    own.seed()
+    run.draw(batches)
+    train(run)
+
+
 class Buckets(Sampler[list[int]]):
     """Batches of neighbours, in an order that a counter of its own changes with each epoch."""
 

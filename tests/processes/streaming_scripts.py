@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from itertools import islice
+from itertools import cycle, islice
 from typing import Any
 
 import torch
@@ -58,6 +58,41 @@ def texts(run: Run) -> None:
 
 def texts_by_readers(run: Run) -> None:
     stream(run, Sharing(), num_readers=2)
+
+
+def batches(seed: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """A generator function of whole batches, fewer than a run has."""
+    generator = torch.Generator().manual_seed(seed)
+    for number in range(31):
+        yield torch.randn(4, 8, generator=generator).double(), (torch.arange(4) + number) % 3
+
+
+def by_generator(run: Run) -> None:
+    """Epochs of a length that the script gives."""
+    model, optimizer, _ = build_container()
+    model, optimizer = run.prepare(model, optimizer)
+    run.draw(batches, 7)
+    for epoch, steps in run.epochs(3, NUM_MICROBATCHES, first=1, steps_per_epoch=NUM_STEPS // 3):
+        for step in steps:
+            with step:
+                compute(step, model)
+                optimizer.step()
+            if step.committed:
+                assert epoch == 1 + (step.number - 1) * 3 // NUM_STEPS
+
+
+def plain_by_generator() -> Iterator[float]:
+    model, optimizer, _ = build_container()
+    passes = cycle(batches(7))
+    for _ in range(NUM_STEPS):
+        optimizer.zero_grad()
+        total = 0.0
+        for points, labels in islice(passes, NUM_MICROBATCHES):
+            loss = nn.functional.cross_entropy(model(points), labels) / NUM_MICROBATCHES
+            loss.backward()
+            total += loss.item()
+        optimizer.step()
+        yield total
 
 
 def plain_losses() -> Iterator[float]:

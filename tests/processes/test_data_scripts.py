@@ -52,6 +52,8 @@ def test_samples_are_drawn_as_often_as_their_weights_say() -> None:
 def test_function_with_a_position_is_refused() -> None:
     with pytest.raises(LoopMisused, match="next_batch returns other values when it is called"):
         script_of(data_scripts.drawn_by_position)
+    with pytest.raises(LoopMisused, match="batches yields other values when it is called"):
+        script_of(data_scripts.yielded_by_chance)
 
 
 class OfOneRank(DistributedSampler[Any]):

@@ -14,6 +14,7 @@ from torch import nn
 from pipelines.loop.state.carried_state import CarriedState
 from pipelines.loop.state.errors import LoopMisused
 from pipelines.loop.state.kept_objects import KeptObjects
+from pipelines.loop.state.named_values import NamedValues
 from pipelines.loop.state.script_state import ScriptState
 from pipelines.loop.state.script_values import ScriptValues
 
@@ -248,3 +249,33 @@ def test_variable_with_another_tensor_than_the_kept_one_is_refused() -> None:
     mean = 0.9 * mean
     with pytest.raises(LoopMisused, match="mean is another tensor now"):
         carried.changed()
+
+
+class Patience:
+    def __init__(self) -> None:
+        self.best, self.num_bad, self.name, self.rounds = 0.5, 3, "first", None
+
+
+@pytest.mark.parametrize("is_mapping", [False, True])
+def test_named_values_are_restored_with_their_types(is_mapping: bool) -> None:
+    patience = Patience()
+    owner = vars(patience) if is_mapping else patience
+    kept = kept_of(NamedValues(owner, ["best", "num_bad"]))
+    patience.best, patience.num_bad, patience.name = 0.25, 4, "second"
+    kept.restore()
+    assert vars(patience) == {"best": 0.5, "num_bad": 3, "name": "second", "rounds": None}
+    assert isinstance(patience.num_bad, int)
+
+
+@pytest.mark.parametrize(
+    ("owner", "name", "message"),
+    [
+        (Patience(), "worst", "there is no 'worst' yet: set it before run.keep"),
+        (Patience(), "name", "'name' is str: give it a number, a tensor or an array"),
+        ({"best": None}, "best", "'best' is NoneType: give it a number"),
+        (3, "real", "int has no attributes to keep"),
+    ],
+)
+def test_names_without_a_value_to_keep_are_refused(owner: Any, name: str, message: str) -> None:
+    with pytest.raises(LoopMisused, match=message):
+        NamedValues(owner, [name])

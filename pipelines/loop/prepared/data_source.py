@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
+from inspect import isgeneratorfunction
 from typing import Any
 
 from torch.utils.data import (
@@ -23,6 +24,7 @@ from pipelines.reading.endless import (
     InSequence,
     ShuffledInPart,
     WithReplacement,
+    YieldedBatches,
 )
 from pipelines.reading.sampler_order import InSamplerOrder
 from pipelines.reading.stream import is_stream
@@ -93,9 +95,7 @@ class DataSource:
     def in_whole_steps(self, batch: int) -> DataSource:
         """The source for a loop over epochs. Raises `LoopMisused` if their length is not known."""
         if not self.epoch_size:
-            raise LoopMisused(
-                "run.epochs: the data have no known length: pass run.steps the number of steps"
-            )
+            raise LoopMisused("run.epochs: the data have no known length: pass it steps_per_epoch")
         num_omitted = 0 if self.drops_last else self.epoch_size % batch
         whole = replace(self, drops_last=True, num_omitted=num_omitted)
         return whole.of_steps(batch)
@@ -139,18 +139,26 @@ def source_of(loader: DataLoader[Any]) -> DataSource:
 
 
 def drawn_by(function: Callable[..., Any], arguments: Sequence[Any]) -> DataSource:
-    """Microbatches that a function draws. Raises `LoopMisused` if it does not return the same when
-    the random generators have the same seeds."""
-    drawn = DrawnBatches(function, arguments)
-    with seeded(0):
-        first, second = digest_of(drawn[0]), digest_of(drawn[0])
-    if first != second:
+    """Microbatches that a function draws, or yields. Raises `LoopMisused` if they are not the same
+    when the random generators have the same seeds."""
+    is_generator = isgeneratorfunction(function)
+    drawn = (
+        YieldedBatches(function, arguments) if is_generator else DrawnBatches(function, arguments)
+    )
+    digests = []
+    for _ in range(2):
+        with seeded(0):
+            digests.append(digest_of(drawn.first()))
+    if digests[0] != digests[1]:
         name = getattr(function, "__name__", type(function).__name__)
+        verb = "yields" if is_generator else "returns"
         raise LoopMisused(
-            f"run.draw: {name} returns other values when it is called again with the same random "
-            "seeds, as it has a position or a generator of its own: pass run.prepare a DataLoader "
-            "with batch_size=None of an IterableDataset that yields its batches"
+            f"run.draw: {name} {verb} other values when it is called again with the same random "
+            "seeds, as it has a position or a generator of its own: pass run.draw a generator "
+            "function that begins again each time"
         )
+    if isinstance(drawn, YieldedBatches):
+        return source_of(DataLoader(drawn, batch_size=None))
     return DataSource(drawn, _OfOne(), 1)
 
 

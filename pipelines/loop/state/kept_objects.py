@@ -20,6 +20,7 @@ from pipelines.training.workload.state import name_of
 
 SEPARATOR = "/"
 NUM_COMPARED = 16
+KEPT_VALUES = (Tensor, np.ndarray, bool, int, float, np.generic)
 MOST = 2.0**53
 """Up to this every integer is a float64."""
 
@@ -223,7 +224,7 @@ def _restored(value: Any, path: str, values: Mapping[str, Tensor]) -> Any:
 
 def _refuse_other_values(item: Mapping[Any, Any]) -> None:
     for key, value in item.items():
-        if not isinstance(value, Tensor | np.ndarray | bool | int | float | np.generic):
+        if not isinstance(value, KEPT_VALUES):
             raise LoopMisused(
                 f"run.keep: {key!r} is {type(value).__name__}: a dictionary that is kept may hold "
                 "tensors, arrays and numbers"
