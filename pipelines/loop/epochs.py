@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 from weakref import ref
 
@@ -35,24 +35,33 @@ class EpochSteps:
             step = None if steps is None else next(steps, None)
             del steps
 
+    def __len__(self) -> int:
+        """The steps of the whole epoch."""
+        return self._size
+
     @property
     def is_over(self) -> bool:
         return self._latest.committed and self._latest.number % self._size == 0
 
 
-def epochs_of(steps: Iterator[Step], size: int, first: int) -> Iterator[tuple[int, EpochSteps]]:
+def epochs_of(
+    steps: Iterator[Step], size: int, num_epochs: int, first: int, stop: Callable[[], None]
+) -> Iterator[tuple[int, EpochSteps]]:
     """The numbers of the epochs of `size` steps, counted from `first`, and their steps.
 
-    Raises `LoopMisused` for an epoch that was not iterated to its end: the next step would not be
-    the first of one.
+    The last epoch may be left before its last step, which calls `stop`. Raises `LoopMisused` for
+    another that was: the next step would not be the first of one.
     """
     epoch = None
     for step in steps:
-        number = first + (step.number - 1) // size
-        if epoch is not None and not epoch.is_over:
+        index = (step.number - 1) // size
+        is_last = index == num_epochs - 1
+        if epoch is not None and not (epoch.is_over or is_last):
             raise LoopMisused(
-                f"epoch {number} was left before its last step: iterate over all of its steps; to "
-                "end the run, leave the loop over epochs, or call run.stop()"
+                f"epoch {first + index} was left before its last step: iterate over all of its "
+                "steps; to end the run, leave the loop over epochs, or call run.stop()"
             )
-        epoch = EpochSteps(number, step, steps, size)
-        yield number, epoch
+        epoch = EpochSteps(first + index, step, steps, size)
+        yield first + index, epoch
+        if is_last and not epoch.is_over:
+            stop()

@@ -212,7 +212,7 @@ class Run:
         counts = StepCounts(num_epochs * size, microbatches, updates_per_batch)
         clipping = _clipping(max_grad_norm, max_grad_value)
         steps = self._begin(self._declared(counts, clipping, _caller_of(currentframe())))
-        return epochs_of(steps, size, first)
+        return epochs_of(steps, size, num_epochs, first, self.stop)
 
     @property
     def is_first_worker(self) -> bool:

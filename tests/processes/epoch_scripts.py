@@ -61,6 +61,20 @@ def leaves_epochs(run: Run) -> None:
     note_values(NUM_STEPS, "below", values_of(model))
 
 
+def leaves_last_epoch(run: Run) -> None:
+    """A number of steps ends the loop, as `max_train_steps` does."""
+    model, *_ = run.prepare(*build())
+    for epoch, steps in run.epochs(EPOCHS, NUM_MICROBATCHES):
+        assert len(steps) == SIZE
+        for step in steps:
+            with step:
+                compute(step, model)
+            if step.committed and step.number == NUM_STEPS - 2:
+                break
+        note_values(epoch, "epoch", values_of(model))
+    note_values(NUM_STEPS, "below", values_of(model))
+
+
 def leaves_within_epoch(run: Run) -> None:
     model, *_ = run.prepare(*build())
     for _, steps in run.epochs(EPOCHS, NUM_MICROBATCHES):
@@ -88,11 +102,13 @@ def unknown_length(run: Run) -> None:
         """No epoch is known."""
 
 
-def plain_by_epochs() -> Iterator[tuple[float, dict[str, torch.Tensor]]]:
+def plain_by_epochs(
+    is_scheduled: bool = True,
+) -> Iterator[tuple[float, dict[str, torch.Tensor]]]:
     """The loss of each step, and the values after it."""
     model, optimizer, scheduler, loader = build()
     losses = plain(model, optimizer, None, loader, NUM_STEPS, NUM_MICROBATCHES)
     for number, loss in enumerate(losses, start=1):
         yield loss, {name: value.clone() for name, value in values_of(model).items()}
-        if number % SIZE == 0:
+        if number % SIZE == 0 and is_scheduled:
             scheduler.step()

@@ -43,6 +43,15 @@ def test_code_below_epochs_that_are_left_runs_on_one_worker(tmp_path: Path) -> N
     assert sorted(numbers) == [1, 2, 3, 4, 5]
 
 
+def test_last_epoch_may_be_left_before_its_last_step(tmp_path: Path) -> None:
+    run = run_habit(tmp_path, "leaves_last_epoch", 2, layout="dp=4", module=epoch_scripts)
+    losses = [loss for loss, _ in epoch_scripts.plain_by_epochs(is_scheduled=False)]
+    assert list(run.losses().values()) == pytest.approx(losses[:-2], rel=1e-9)
+    marks = tmp_path / "marks"
+    assert len([*marks.glob("below-*.pt")]) == 1
+    assert {int(file.name.split("-")[1]) for file in marks.glob("epoch-*.pt")} == {*range(6)}
+
+
 @pytest.mark.parametrize(
     ("name", "reason"),
     [
