@@ -25,14 +25,16 @@ def main(run):
     loader = DataLoader(clusters(768), batch_size=8, shuffle=True, drop_last=True)
     model, optimizer, loader, scheduler = run.prepare(model, optimizer, loader, scheduler)
 
-    for step in run.steps(NUM_EPOCHS * len(loader) // 8, microbatches=8):
-        with step:
-            for points, labels in step.batches():
-                loss = criterion(model(points), labels)
-                step.backward(loss)
-        if step.committed:
-            scheduler.step()
-            run.print(f"step {step.number}: loss {loss.item():.3f}")
+    for epoch, steps in run.epochs(NUM_EPOCHS, microbatches=8):
+        for step in steps:
+            with step:
+                for points, labels in step.batches():
+                    loss = criterion(model(points), labels)
+                    step.backward(loss)
+                optimizer.step()
+                scheduler.step()
+                optimizer.zero_grad()
+        run.print(f"epoch {epoch}: loss {step.loss:.3f}")
 
 
 if __name__ == "__main__":
