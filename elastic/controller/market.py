@@ -12,6 +12,9 @@ beyond its wanted number. Once they are warm, on-demand workers drain in their f
 boundary. If no spot machine comes, the on-demand workers have trained on, and spot is short again.
 An extra worker replaces a worker that is lost meanwhile.
 
+With `market.max_price_per_hour` no worker is requested that would make all together cost more.
+Those that are missing are requested when a cheaper market is, or when others have left.
+
 With `market.done_by` on-demand machines are used only while the run needs them to be done in time
 (`elastic.planner.market.deadline`). A run that is ahead lets its on-demand workers drain.
 """
@@ -22,7 +25,12 @@ from collections.abc import Sequence
 from math import inf
 from statistics import mean, median
 
-from elastic.duties.membership import drain_for_good, num_missing, start_workers
+from elastic.duties.membership import (
+    drain_for_good,
+    num_missing,
+    num_within_price,
+    start_workers,
+)
 from elastic.planner.market.deadline import Progress
 from elastic.planner.market.exchange import ON_DEMAND, SPOT, Prices, exchange_pays, spot_life_s
 from elastic.protocol.commands import Command, StopWorker
@@ -267,12 +275,13 @@ def _request_extra(state: ControllerState, now: float) -> list[Command]:
     market.exchange_at = now + state.policy.retry_spot_after_s if on_demand else None
     if not on_demand or market.pending or num_missing(state):
         return []
-    if not _pays(state, now, len(on_demand)):
+    number = int(min(len(on_demand), num_within_price(state)))
+    if not number or not _pays(state, now, number):
         return []
-    started = start_workers(state, now, len(on_demand))
+    started = start_workers(state, now, number)
     market.extra.update(started.workers)
     cause = "on-demand workers are exchanged when spot machines come"
-    return [MarketChosen(SPOT, len(on_demand), cause), started]
+    return [MarketChosen(SPOT, number, cause), started]
 
 
 def _pays(state: ControllerState, now: float, num_exchanged: int) -> bool:

@@ -7,6 +7,8 @@ from collections.abc import Set
 from elastic.duties.poison_batches import note_lost_worker
 from elastic.duties.uploads import lose_uploads
 from elastic.geometry.machine_report import Peer
+from elastic.planner.market.ceiling import num_affordable
+from elastic.planner.market.exchange import Prices
 from elastic.protocol.commands import Command, StartWorkers, StopWorker
 from elastic.protocol.controller_state import ControllerState
 from elastic.protocol.duty_records import WorkerRecord
@@ -136,9 +138,10 @@ def start_missing(state: ControllerState, now: float) -> list[Command]:
     None start while survivors recover: the imports of a starting process would slow down their
     first step (measured 0.1 s of 0.2 s on two cores).
     """
-    if now < start_deadline(state):
-        return []
-    return [start_workers(state, now, num_missing(state))]
+    commands = _note_withheld(state)
+    if now >= start_deadline(state):
+        commands.append(start_workers(state, now, num_to_start(state)))
+    return commands
 
 
 def start_workers(state: ControllerState, now: float, number: int) -> StartWorkers:
@@ -171,7 +174,7 @@ def _peers_of_new_workers(state: ControllerState) -> tuple[Peer, ...]:
 
 def start_deadline(state: ControllerState) -> float:
     """When the back-off before new starts is over; infinite if no worker is missing."""
-    if not num_missing(state):
+    if not num_to_start(state):
         return float("inf")
     return max(state.membership.no_start_before, state.gang.no_request_before)
 
@@ -181,11 +184,42 @@ def num_missing(state: ControllerState) -> int:
     is_calm = (isinstance(state.phase, Waiting) and not state.phase.is_short) or (
         isinstance(state.phase, Running) and state.phase.num_commits > 0
     )
-    if not is_calm or state.ending:
-        return 0
+    return _num_absent(state) if is_calm and not state.ending else 0
+
+
+def _num_absent(state: ControllerState) -> int:
     num_wanted = state.policy.max_workers - state.growth.num_given_back
     num_staying = len(state.membership.records) - len(state.membership.draining)
     return max(0, num_wanted - (num_staying - len(state.market.extra)))
+
+
+def num_to_start(state: ControllerState) -> int:
+    """The missing workers that `market.max_price_per_hour` allows."""
+    return int(min(num_missing(state), num_within_price(state)))
+
+
+def num_within_price(state: ControllerState) -> float:
+    """How many workers may be requested now under `market.max_price_per_hour`."""
+    policy = state.policy
+    return num_affordable(
+        policy.max_price_per_hour,
+        Prices.known(policy.spot_price, policy.on_demand_price),
+        (record.market for record in state.membership.records.values()),
+        state.market.requested,
+    )
+
+
+def _note_withheld(state: ControllerState) -> list[Command]:
+    """Warn once while workers are missing that the run may not pay."""
+    num_before, absent = state.market.num_withheld, _num_absent(state)
+    state.market.num_withheld = int(max(0, absent - num_within_price(state)))
+    if not state.market.num_withheld or num_before:
+        return []
+    text = (
+        f"{state.market.num_withheld} more workers would cost more than "
+        f"market.max_price_per_hour={state.policy.max_price_per_hour:g}: they are not requested"
+    )
+    return [Warned(state.generation, state.committed_step, "market", text)]
 
 
 def _reject_other_sources(state: ControllerState, now: float, event: WorkerReady) -> list[Command]:

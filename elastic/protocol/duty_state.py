@@ -256,6 +256,7 @@ class MarketDuty(Duty):
     opened_at: float = 0.0  # the run's first start
     is_behind: bool = False  # and needs on-demand machines to be done in time
     has_slack: bool = True
+    num_withheld: int = 0  # missing workers that `market.max_price_per_hour` forbids
 
 
 @dataclass(slots=True)

@@ -44,6 +44,8 @@ class Policy:
     retry_spot_after_s: float
     spot_price: float
     on_demand_price: float
+    max_price_per_hour: float
+    """Of all workers together; 0: any."""
     done_by_s: float
     """`market.done_by` as a time since the run's first start; 0: none."""
     done_by_at: float

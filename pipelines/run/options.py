@@ -19,10 +19,13 @@ from elastic.duties.snapshots import SERVER_GRACE_S
 from elastic.protocol.policy import Policy
 from pipelines.errors import UserError
 from pipelines.settings import TrainSettings
+from pipelines.settings.market import MarketSettings
 
 
 def policy_of(settings: TrainSettings, min_workers: int, max_workers: int, run_name: str) -> Policy:
-    """The only place that makes a policy: from settings, and from constants of duties."""
+    """The only place that makes a policy: from settings, and from constants of duties. Raises
+    `UserError` for a price that the smallest run exceeds."""
+    _refuse_low_price(settings.market, min_workers)
     checkpoint, snapshot, quarantine = settings.checkpoint, settings.snapshot, settings.quarantine
     return Policy(
         min_workers=min_workers,
@@ -71,6 +74,18 @@ def policy_of(settings: TrainSettings, min_workers: int, max_workers: int, run_n
         quarantine_s=quarantine.duration_s,
         quarantine_patience_s=quarantine.patience_s,
     )
+
+
+def _refuse_low_price(market: MarketSettings, min_workers: int) -> None:
+    most = market.max_price_per_hour
+    least = min_workers * (
+        market.on_demand_price if market.use == "on_demand" else market.spot_price
+    )
+    if 0 < most < least:
+        raise UserError(
+            f"market.max_price_per_hour={most:g}: the {min_workers} workers that the run needs at "
+            f"least cost {least:g} an hour: raise it, or lower the minimum of --workers"
+        )
 
 
 def _fraction_of(name: str) -> float:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from datetime import datetime
 from typing import Annotated, Literal
 
-from pydantic import AfterValidator, BeforeValidator, NonNegativeFloat
+from pydantic import AfterValidator, BeforeValidator, NonNegativeFloat, model_validator
 
 from pipelines.settings.bounds import Seconds
 from pipelines.settings.setting import Settings, setting
@@ -65,12 +65,28 @@ class MarketSettings(Settings):
         "The same on an on-demand machine. Workers are exchanged if that makes the run cheaper; "
         "if both prices are 0, on demand counts as three times as expensive.",
     )
+    max_price_per_hour: NonNegativeFloat = setting(
+        0.0,
+        "No worker is requested with which all together would cost more an hour; it needs both "
+        "prices, and `use` other than `any`. 0: any price.",
+    )
     done_by: DoneBy = setting(
         "",
         "With `fallback`: on-demand machines are used only as far as the run needs them to be done "
         "by this time: a duration from its first start, such as `12h`, or a date and time such as "
         "`2026-12-01T08:00`; empty: whenever spot is short.",
     )
+
+    @model_validator(mode="after")
+    def _refuse_unknown_prices(self) -> MarketSettings:
+        if self.max_price_per_hour and not (self.spot_price and self.on_demand_price):
+            raise ValueError("max_price_per_hour: give spot_price and on_demand_price, too")
+        if self.max_price_per_hour and self.use == "any":
+            raise ValueError(
+                "max_price_per_hour: set use to spot, on_demand or fallback, so that the price of "
+                "each worker is known"
+            )
+        return self
 
     @property
     def done_by_s(self) -> float:

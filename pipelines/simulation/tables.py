@@ -29,8 +29,8 @@ def print_results(
     for label, value in facts_of(name, run):
         facts.add_row(label, Text(value))
     console.print(facts)
-    table = Table(box=SIMPLE_HEAD)
-    table.add_column("system")
+    table = Table(box=SIMPLE_HEAD, collapse_padding=True)
+    table.add_column("system", overflow="fold")
     columns = ["goodput", "capacity used", "steps", "redone", "pauses", "median", "p99"]
     columns += ["finished"] * any(outcome.finish_s is not None for outcome in outcomes)
     columns += ["spot h", "on-demand h"] * any(outcome.spot_h is not None for outcome in outcomes)
@@ -38,7 +38,8 @@ def print_results(
     for column in columns:
         table.add_column(column, justify="right")
     for outcome in outcomes:
-        table.add_row(outcome.system, *(_cell(column, outcome) for column in columns))
+        system = outcome.system.removeprefix("market.")  # which leaves room for the columns
+        table.add_row(system, *(_cell(column, outcome) for column in columns))
     console.print(table)
 
 

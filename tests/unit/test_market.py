@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from math import inf
 
 import pytest
@@ -18,7 +19,11 @@ from elastic.protocol.events import NodeDraining, WorkerLost, WorkerReady
 from elastic.protocol.notes import MarketChosen, Warned
 from elastic.protocol.phases import Pausing, Running
 from elastic.protocol.wire import decode, encode
+from pipelines.errors import UserError
 from pipelines.observe.history.membership import Membership
+from pipelines.run.options import policy_of
+from pipelines.settings import TrainSettings
+from pipelines.settings.market import MarketSettings
 
 AFTER_S, RETRY_S = 180.0, 600.0
 
@@ -26,9 +31,11 @@ AFTER_S, RETRY_S = 180.0, 600.0
 class MarketRun(SteppedRun):
     """A run that remembers the commands of its core, on machines that the test grants."""
 
-    def __init__(self, num_workers: int = 2, use: str = "fallback", done_by_s: float = 0.0) -> None:
+    def __init__(
+        self, num_workers: int = 2, use: str = "fallback", done_by_s: float = 0.0, **prices: float
+    ) -> None:
         policy = {"market_use": use, "on_demand_after_s": AFTER_S, "retry_spot_after_s": RETRY_S}
-        policy |= {"done_by_s": done_by_s}
+        policy |= {"done_by_s": done_by_s} | prices
         core = open_run(1, num_workers, start_timeout_s=0.0, **policy)  # type: ignore[arg-type]
         super().__init__(core)
         core.state.job = Job(8, steps=1_000_000)
@@ -327,3 +334,61 @@ def test_exchange_for_dearer_machines_never_pays() -> None:
 def test_expected_life_counts_the_living() -> None:
     assert spot_life_s(0, 100.0) == inf
     assert spot_life_s(4, 100.0) == 25.0
+
+
+PRICES = {"spot_price": 1.0, "on_demand_price": 3.0}
+
+
+def price_of(run: MarketRun) -> float:
+    """What the run pays an hour if each worker that it has requested has a machine."""
+    records = run.core.state.membership.records.values()
+    return sum(3.0 if record.market == ON_DEMAND else 1.0 for record in records)
+
+
+def market_warnings(commands: list[Command]) -> list[Warned]:
+    return [c for c in commands if isinstance(c, Warned) and c.kind == "market"]
+
+
+def test_no_worker_is_requested_above_the_highest_price() -> None:
+    run = MarketRun(6, max_price_per_hour=4.5, **PRICES)
+    assert run.pending() == ["w0", "w1", "w2", "w3"] and price_of(run) == 4
+    assert run.core.state.market.num_withheld == 2
+    run.grant("w0")
+    run.form()
+    run.train(1.0)
+    [stopped] = [c.withdrawn for c in run.train(AFTER_S) if isinstance(c, MarketChosen)]
+    for worker in stopped:
+        run.end(worker)
+    assert run.core.state.market.requested == ON_DEMAND
+    run.train(5.0)
+    assert len(run.pending()) == 1 and price_of(run) == 4  # one on spot, one on demand
+    assert not market_warnings(run.commands)
+    run.core.state.market.num_withheld = 0
+    [warned] = market_warnings(run.train(1.0))
+    assert "4 more workers would cost more than market.max_price_per_hour=4.5" in warned.text
+
+
+def test_on_demand_workers_are_exchanged_as_far_as_the_highest_price_allows() -> None:
+    run = MarketRun(3, "on_demand", max_price_per_hour=10.0, **PRICES)
+    run.grant("w0")
+    run.form()
+    for worker in run.pending():
+        run.grant(worker)
+    run.train(5.0)
+    state = run.core.state
+    state.policy = replace(state.policy, market_use="fallback")
+    state.market.requested, state.market.exchange_at = SPOT, run.now
+    run.train(5.0)
+    assert len(state.market.extra) == 1 and price_of(run) == 10
+
+
+def test_price_that_the_smallest_run_exceeds_is_refused() -> None:
+    market = MarketSettings(use="fallback", max_price_per_hour=3.5, **PRICES)
+    settings = TrainSettings(market=market)
+    assert policy_of(settings, 3, 8, "run").max_price_per_hour == 3.5
+    with pytest.raises(UserError, match="the 4 workers that the run needs at least cost 4 an hour"):
+        policy_of(settings, 4, 8, "run")
+    with pytest.raises(ValueError, match="give spot_price and on_demand_price, too"):
+        MarketSettings(use="spot", max_price_per_hour=3.5)
+    with pytest.raises(ValueError, match="set use to spot, on_demand or fallback"):
+        MarketSettings(max_price_per_hour=3.5, **PRICES)
