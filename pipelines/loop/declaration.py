@@ -15,6 +15,7 @@ from pipelines.loop.prepared.optimizer_factory import ScriptOptimizerFactory
 from pipelines.loop.state.carried_state import CarriedState
 from pipelines.loop.state.errors import LoopMisused
 from pipelines.loop.state.microbatch_state import MicrobatchStates
+from pipelines.loop.state.script_numbers import ScriptNumbers
 from pipelines.settings.recipe import Dataset
 from pipelines.training.models.joined_model import joined
 
@@ -52,6 +53,7 @@ class Declaration:
     counts: StepCounts
     carried: CarriedState
     states: MicrobatchStates
+    numbers: ScriptNumbers
     evaluation: EvaluationSetup | None = None
     plan: Mapping[str, Any] = field(default_factory=dict)
     """How `tp` shards the layers of `model`; see `Recipe.plan`."""

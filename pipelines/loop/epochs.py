@@ -29,6 +29,7 @@ class EpochSteps:
         step: Step | None = self._latest
         while step is not None:
             self._latest = step
+            step.index = (step.number - 1) % self._size
             yield step
             # The iterator belongs to the loop over epochs, which closes it when it is left.
             steps = None if self.is_over else self._steps()

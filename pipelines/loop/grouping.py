@@ -73,7 +73,8 @@ class GroupingTrial:
         return (
             f"{self._place}the loss of a microbatch ({together:.4g}) is not the mean of those of "
             f"its halves ({mean:.4g}), so training depends on batch_size, and not only on the "
-            "batch: if it is a sum, divide it by the number of samples; if it is a mean of tokens, "
-            "pass their number to step.backward(loss, weight); if it compares samples with each "
-            "other, load the whole batch with microbatches=1"
+            "batch: if it is a sum over the batch, step.backward(loss * microbatches) has that "
+            "sum, and this note is not for you; if it is a mean of tokens, pass their number to "
+            "step.backward(loss, weight); if it compares samples with each other, load the whole "
+            "batch with microbatches=1"
         )

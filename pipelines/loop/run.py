@@ -39,6 +39,7 @@ from pipelines.loop.state.kept_objects import KeptObjects
 from pipelines.loop.state.loss_scaler import LossScaler
 from pipelines.loop.state.microbatch_state import CarriedTensor, MicrobatchStates
 from pipelines.loop.state.named_values import NamedValues
+from pipelines.loop.state.script_numbers import ScriptNumbers
 from pipelines.loop.step import Step
 from pipelines.settings.recipe import Dataset
 from pipelines.training.models.joined_model import joined
@@ -260,6 +261,7 @@ class Run:
             counts,
             CarriedState(script, self._known(), self._kept.objects),
             self._states,
+            ScriptNumbers(script),
             self._evaluation,
             *self._plans.joined(len(models)),
             self._sequence,

@@ -93,6 +93,8 @@ class Step:
         self.number = number
         """Counted from 1."""
         self.position = position
+        self.index = number - 1
+        """Counted from 0: of `run.epochs` in its epoch, else from the run's beginning."""
         self.committed = False
         """Whether the step committed, known after the block; if not, the same step follows."""
         self.loss = math.nan

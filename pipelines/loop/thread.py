@@ -17,6 +17,7 @@ from weakref import WeakSet
 from actors.runtime.machine import flush_denormals
 from actors.runtime.substitute_thread import substituted_by
 from pipelines.loop.declaration import Declaration, NotDeclared
+from pipelines.loop.prepared.hidden_groups import hide_groups
 from pipelines.loop.state.errors import LoopMisused
 from pipelines.loop.step import Engine, Step
 from pipelines.settings.user_code import place_of
@@ -195,6 +196,7 @@ class LoopThread:
             )
         self._outcomes.put(declaration)
         state, at = declaration.optimizer_factory.state, declaration.called.at
+        numbers = declaration.numbers
         turn = self._turn()
         assert isinstance(turn, Begin)
         self._next, self._has_begun = turn.step, True
@@ -207,9 +209,11 @@ class LoopThread:
                 step.on_enter, step.on_finish = self._enter, self._finish
                 loops.update(_places(currentframe()))
                 step.seed_draws("before the body")
+                numbers.note()
                 yield step
                 step.ensure_finished()
                 if not step.committed:
+                    numbers.restore()
                     state.restore()
                     at.drop_changes()
                     at.is_stopped = False
@@ -253,6 +257,7 @@ class LoopThread:
 
     def _run(self) -> None:
         flush_denormals()
+        hide_groups()
         try:
             self._function(self)
             if self._has_begun:

@@ -32,8 +32,10 @@ def train_epoch(steps: EpochSteps, model: nn.Module) -> float:
     for step in steps:
         with step:
             compute(step, model)
+            assert not torch.distributed.is_initialized()
         if step.committed:
             loss = step.loss
+            assert step.index == (step.number - 1) % SIZE
             if step.number == SIZE * DIES_AFTER:
                 die_once(step, "last of an epoch")
     return loss
@@ -47,6 +49,8 @@ def by_epochs(run: Run) -> None:
         scheduler.step()
         note_values(epoch, "epoch", values_of(model))
     note_values(NUM_STEPS, "below", values_of(model))
+    seen = torch.distributed.is_initialized(), torch.distributed.distributed_c10d.is_initialized()
+    note_values(NUM_STEPS, "groups", {"seen": torch.tensor(seen)})
 
 
 def leaves_epochs(run: Run) -> None:

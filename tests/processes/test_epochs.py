@@ -25,7 +25,8 @@ def test_epochs_are_those_of_a_plain_loop_through_deaths(layout: str, tmp_path: 
     marks = tmp_path / "marks"
     ends = {int(file.name.split("-")[1]): torch.load(file) for file in marks.glob("epoch-*.pt")}
     assert [*sorted(ends)] == [*range(epoch_scripts.EPOCHS)]
-    [below] = marks.glob("below-*.pt")
+    [below], [groups] = marks.glob("below-*.pt"), marks.glob("groups-*.pt")
+    assert torch.load(groups)["seen"].tolist() == [False, True]
     for epoch, saved in [*ends.items(), (epoch_scripts.EPOCHS - 1, torch.load(below))]:
         expected = values[epoch_scripts.SIZE * (epoch + 1) - 1]
         for name, value in saved.items():

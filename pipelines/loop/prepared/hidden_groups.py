@@ -1,0 +1,41 @@
+"""The run's process groups, which a script does not see: for its code it is a single process.
+
+Libraries ask for the default group to let rank 0 alone write files, as `save_pretrained` of
+`transformers` does, or to sum over ranks. The first worker, on which the code below the loop runs,
+need not be rank 0, and no other worker would answer a collective.
+"""
+
+from __future__ import annotations
+
+import sys
+import threading
+from collections.abc import Callable
+from functools import wraps
+from weakref import WeakSet
+
+import torch.distributed
+
+SEEING = {"torch", "actors", "elastic", "pipelines"}
+"""The packages whose code sees the groups."""
+_threads: WeakSet[threading.Thread] = WeakSet()
+
+
+def hide_groups() -> None:
+    """On the calling thread, let `torch.distributed.is_initialized()` be false for others' code."""
+    if not _threads:
+        real = torch.distributed.is_initialized
+        torch.distributed.is_initialized = _hidden(real)
+    _threads.add(threading.current_thread())
+
+
+def _hidden(is_initialized: Callable[[], bool]) -> Callable[[], bool]:
+    known: Callable[[], bool] = getattr(is_initialized, "__wrapped__", is_initialized)
+
+    @wraps(known)
+    def seen() -> bool:
+        caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
+        if caller not in SEEING and threading.current_thread() in _threads:
+            return False
+        return known()
+
+    return seen

@@ -1,0 +1,79 @@
+"""Numbers that a script counts itself, set back when a step comes again."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from itertools import islice
+from types import FrameType
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+from pipelines.settings.user_code import is_users
+
+DEPTH = 5
+"""How far objects and containers in them are followed, as to the wrapper of an optimizer."""
+MOST_PARTS = 100
+"""The items of a container that are looked at."""
+
+
+class ScriptNumbers:
+    """The global variables of a script, and the attributes of objects of the user's classes that it
+    has made before its loop, as far as these are plain numbers.
+
+    The body of a step that fails has counted, and counts once more when the step comes again. Local
+    variables cannot be set back.
+    """
+
+    def __init__(self, frame: FrameType | None) -> None:
+        """`frame` is that of the script's function."""
+        self._tables: list[dict[str, Any]] = []
+        """What holds the numbers, by name."""
+        if frame is not None:
+            self._tables.append(frame.f_globals)
+            known: set[int] = set()
+            for values in (frame.f_locals, frame.f_globals):
+                for value in [*values.values()]:
+                    self._tables += _attributes_of(value, known, DEPTH)
+        self._noted: list[dict[str, Any]] = []
+
+    def note(self) -> None:
+        """The numbers are those with which the present step begins."""
+        self._noted = [_numbers_in(table) for table in self._tables]
+
+    def restore(self) -> None:
+        """Begin the present step again with its numbers."""
+        for table, noted in zip(self._tables, self._noted, strict=False):
+            for name in _numbers_in(table).keys() & noted.keys():
+                table[name] = noted[name]
+
+
+def _attributes_of(value: Any, known: set[int], depth: int) -> Iterator[dict[str, Any]]:
+    if id(value) in known or not depth:
+        return
+    known.add(id(value))
+    parts: list[Any] = []
+    if isinstance(value, dict):
+        parts = [*islice(value.values(), MOST_PARTS)]
+    elif isinstance(value, list | tuple):
+        parts = [*value[:MOST_PARTS]]
+    elif _is_of_user(value):
+        yield vars(value)
+        parts = [*vars(value).values()]
+    for part in parts:
+        yield from _attributes_of(part, known, depth - 1)
+
+
+def _is_of_user(value: Any) -> bool:
+    """Whether it has attributes and its class is the user's; modules are part of the run's state,
+    and a dataset may be read by other threads."""
+    if isinstance(value, type | nn.Module | Tensor | Dataset) or not hasattr(value, "__dict__"):
+        return False
+    file = getattr(sys.modules.get(type(value).__module__), "__file__", None)
+    return bool(file) and is_users(str(file))
+
+
+def _numbers_in(table: dict[str, Any]) -> dict[str, Any]:
+    return {name: value for name, value in table.items() if type(value) in (int, float)}

@@ -1,0 +1,65 @@
+"""Numbers that a script counts itself are those of a plain loop when a step comes again."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from test_loop import declare, take
+
+from pipelines.loop import Run
+from pipelines.loop.loop import Loop
+from pipelines.loop.step import Step
+
+num_bodies = 0
+names: list[str] = []
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.count, self.total, self.is_new = 0, 0.0, True
+
+
+class Trainer:
+    """As a trainer that holds a scheduler of its own in a list."""
+
+    def __init__(self) -> None:
+        self.parts: list[Any] = [{"counter": Counter()}]
+
+    @property
+    def counter(self) -> Counter:
+        counter: Counter = self.parts[0]["counter"]
+        return counter
+
+    def count(self, step: Step) -> None:
+        global num_bodies
+        for points in step.batches():
+            step.backward(points.sum() * torch.ones((), requires_grad=True))
+        num_bodies += 1
+        self.counter.count += 1
+        self.counter.total += 0.5
+
+
+def test_numbers_are_set_back_when_a_step_comes_again() -> None:
+    seen = []
+    trainer = Trainer()
+    local = Counter()
+
+    def script(run: Run) -> None:
+        declare(run)
+        held, own = trainer, local
+        for step in run.steps(4):
+            with step:
+                held.count(step)
+                own.is_new = False
+                names.append("body")
+            own.count += 1
+            seen.append((step.number, held.counter.count, num_bodies, own.count))
+
+    loop = Loop(script, 0)
+    for number, commits in ((1, True), (2, False), (2, False), (2, True), (3, True)):
+        take(loop, number, commits)
+    numbers = [1, 2, 2, 2, 3]
+    assert seen == [(number, number, number, number) for number in numbers]
+    assert trainer.counter.total == 1.5 and not local.is_new
+    assert len(names) == 5, "only numbers are set back"
