@@ -79,6 +79,8 @@ class Loop:
         self._computed: Step | None = None
         self.reporting: Step | None = None
         """The step just committed, with what the script has reported of it."""
+        self.latest: Step | None = None
+        """The same until the next one commits."""
         self._thread: LoopThread
         self._begin()
 
@@ -144,7 +146,8 @@ class Loop:
         """Let the script run from the end of the body of step `number` to that of the next, which
         is at `position`; `loss` is that of the step which has committed."""
         self.number, self._before = number + 1, number
-        self.reporting, self._computed = self._computed, None
+        self.reporting = self.latest = self._computed
+        self._computed = None
         if self.reporting is not None:
             self.reporting.loss = loss
         self._is_repeat, self._is_judged = False, True
@@ -253,7 +256,7 @@ class Loop:
         self.called = called = CalledModels(
             ScriptMoment(lambda: thread.request(Request.WEIGHTS), lambda: thread.is_current)
         )
-        self.request = self._at = self.left_after = self.begun_at = None
+        self.request = self._at = self.left_after = self.begun_at = self.latest = None
         self.number, self.has_proceeded, self._is_judged = 0, False, True
         self._abandon = finalize(self, self._thread.abandon)
         # A thread that frees tensors while the interpreter exits would abort the process.

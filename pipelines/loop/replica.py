@@ -17,7 +17,7 @@ from elastic.geometry.tensor_specs import TensorSpec
 from elastic.protocol.votes import Vote
 from pipelines.loop.loop import Loop
 from pipelines.loop.passes import LoopPasses
-from pipelines.loop.reports import ReportSums
+from pipelines.loop.reports import ReportSums, means_of_all
 from pipelines.loop.state.errors import LoopMisused
 from pipelines.loop.step import Position
 from pipelines.loop.thread import Request
@@ -258,7 +258,7 @@ class LoopReplica(ShardedReplica):
         the step before."""
         reports, place = self._report_sums, self._place()
         reporting = self.loop.reporting if place in (AT_BODY, BEHIND) else None
-        own = {} if reporting is None else reporting.reported.totals()
+        own = {} if reporting is None else reporting.own_reports.totals()
         places = [0.0] * NUM_PLACES
         places[place] = 1.0
         lacks = reports.lacks(own)
@@ -372,6 +372,10 @@ class LoopReplica(ShardedReplica):
             # Seeded, so that the script draws on as if it had not evaluated.
             with self._changed_models(interrupt), seeded(self.settings.seed):
                 return self.evaluate(self.settings.steps, interrupt)
+        if wanted is Request.REPORTS:
+            latest = self.loop.latest
+            own = {} if latest is None else latest.own_reports.totals()
+            return means_of_all(own, self.groups, interrupt)
         specs, into = self._weights, self.loop.called.at.values.tensors() if keeps else {}
         if wanted is Request.OPTIMIZER:
             specs = [spec for spec in self._specs if spec.kind == "optimizer"]

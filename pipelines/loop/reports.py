@@ -16,6 +16,7 @@ from actors.runtime.program import Groups, Interrupt
 from elastic.protocol.votes import StepRecord
 from elastic.protocol.wire import finite
 from pipelines.loop.state.errors import LoopMisused
+from pipelines.loop.whole_weights import sum_over_workers
 
 METRICS = frozenset(
     [
@@ -126,6 +127,18 @@ class ReportSums:
         known = dict(zip(self._names, sums, strict=True))
         self._names = sorted(names)
         self._sums = self.packed(known)
+
+
+def means_of_all(
+    own: Mapping[str, tuple[float, float]], groups: Groups, interrupt: Interrupt
+) -> dict[str, float | None]:
+    """The weighted means of what all workers have reported. All of them call it."""
+    sums = ReportSums()
+    sums.agree(own, groups, interrupt)
+    if len(sums):
+        sums.add(sum_over_workers(sums.packed(own), groups))
+        interrupt()
+    return sums.means()
 
 
 def _gathered(row: list[int], groups: Groups) -> list[list[int]]:

@@ -101,13 +101,14 @@ class Step:
         """The mean loss over all workers, known after the block if the step has committed."""
         self.on_enter: Callable[[], Engine] = _not_begun
         self.on_finish: Callable[[list[LossSums] | BaseException], bool] = _ignore
+        self.gather_reports: Callable[[], dict[str, float | None]] = dict
         self._at = at
         self._seed = seed
         self._engine: Engine | None = None
         self._open: Microbatch | None = None
         self._sums: list[LossSums] = []
         self._failure: BaseException | None = None
-        self.reported = Reported()
+        self.own_reports = Reported()
         self._num_samples: int | None = None
         """Of the present microbatch."""
         self._is_entered = self._is_over = False
@@ -240,10 +241,23 @@ class Step:
         weight = 1.0 if self._num_samples is None else float(self._num_samples)
         for name, value in values.items():
             try:
-                self.reported.add(name, value, weight)
+                self.own_reports.add(name, value, weight)
             except LoopMisused as error:
                 self.note(error)
                 raise
+
+    @property
+    def reported(self) -> dict[str, float | None]:
+        """What all workers have reported with this step so far, averaged as `report` says.
+
+        Read it behind the block, on all workers or on one. Empty if the step has not committed.
+        Raises `LoopMisused` in the block.
+        """
+        if not self._is_over:
+            raise self._misused(
+                "`step.reported` is what all workers have reported: read it behind `with step:`"
+            )
+        return self.gather_reports() if self.committed else {}
 
     def seed_draws(self, moment: str) -> None:
         """Seed the generators of Python, NumPy and torch for what the script draws next outside of

@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from enum import Enum
+from functools import partial
 from inspect import currentframe
 from queue import Empty, SimpleQueue
 from types import CodeType, FrameType
@@ -34,6 +35,7 @@ class Request(Enum):
     WEIGHTS = 1
     OPTIMIZER = 2
     EVALUATION = 3
+    REPORTS = 4
 
 
 class Arrived(Enum):
@@ -207,6 +209,7 @@ class LoopThread:
             while (step := self._next) is not None:
                 self._step, at.behind = step, None
                 step.on_enter, step.on_finish = self._enter, self._finish
+                step.gather_reports = partial(self.request, Request.REPORTS)
                 loops.update(_places(currentframe()))
                 step.seed_draws("before the body")
                 numbers.note()

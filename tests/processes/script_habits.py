@@ -288,6 +288,9 @@ def reports(run: Run) -> None:
             held_out = run.evaluate()["loss"]
             if step.is_first_worker:
                 step.report(held_out=held_out)
+        if step.committed and (step.number % 2 or step.is_first_worker):
+            reported = step.reported.items()
+            note_values(step.number, "reported", {name: torch.tensor(v) for name, v in reported})
 
 
 def plain_reports() -> Iterator[dict[str, float]]:

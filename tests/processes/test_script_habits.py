@@ -136,5 +136,12 @@ def test_reports_are_averaged_over_the_workers(tmp_path: Path) -> None:
     lost_at = {line["step"] + 1 for line in run.lines_of("Resume")}
     reported = {row["step"]: row["reported"] for row in run.metrics if "reported" in row}
     assert set(range(1, loops.NUM_STEPS + 1)) - reported.keys() <= lost_at
+    read = {step: [] for step in range(1, loops.NUM_STEPS + 1)}
+    for file in (tmp_path / "marks").glob("reported-*.pt"):
+        values = {name: float(value) for name, value in torch.load(file).items()}
+        read[int(file.name.split("-")[1])].append(values)
+    assert [len(read[step]) for step in (2, 4, 6)] == [1, 1, 1] and len(read[1]) == 4
     for step, expected in enumerate(script_habits.plain_reports(), start=1):
         assert reported.get(step, expected) == pytest.approx(expected, rel=1e-9), step
+        for values in read[step] if step not in lost_at else ():
+            assert values == pytest.approx(expected, rel=1e-6), step
