@@ -7,10 +7,10 @@ need not be rank 0, and no other worker would answer a collective.
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable
 from functools import wraps
+from inspect import currentframe
 from weakref import WeakSet
 
 import torch.distributed
@@ -33,8 +33,10 @@ def _hidden(is_initialized: Callable[[], bool]) -> Callable[[], bool]:
 
     @wraps(known)
     def seen() -> bool:
-        caller = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0]
-        if caller not in SEEING and threading.current_thread() in _threads:
+        frame = currentframe()
+        caller = frame.f_back if frame else None
+        name = caller.f_globals.get("__name__", "") if caller else ""
+        if name.partition(".")[0] not in SEEING and threading.current_thread() in _threads:
             return False
         return known()
 
