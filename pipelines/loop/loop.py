@@ -94,8 +94,17 @@ class Loop:
         """Whether the script has raised an exception."""
         return self._thread.has_failed
 
-    def restart_script(self) -> None:
-        """Abandon the running script, and run it up to its first step again."""
+    def restart_script(self, at: int | None = None) -> None:
+        """Abandon the running script, and run it up to its first step again.
+
+        If it has begun steps, say that it goes on `at` this one with the values of step 0.
+        """
+        if at is not None and self.begun_at is not None:
+            print(
+                f"elastic: step {at}: the script begins again on this worker, so variables that "
+                "are not part of the run's state have their first values",
+                flush=True,
+            )
         self._abandon()
         self._begin()
         self.on_restart()

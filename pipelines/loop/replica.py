@@ -103,7 +103,7 @@ class LoopReplica(ShardedReplica):
         loop.reporting = None  # the step before is recorded already
         is_stuck = loop.is_busy and loop.is_in_body  # in a collective of a generation before
         if is_stuck or loop.number not in (0, step):
-            loop.restart_script()
+            loop.restart_script(at=step)
         self._choose_first(step, interrupt)
         self._serve(interrupt)
         loop.state.forget_step()

@@ -1,9 +1,10 @@
-"""Numbers that a script counts itself are those of a plain loop when a step comes again."""
+"""What a script counts itself, when a step comes again and when the script begins again."""
 
 from __future__ import annotations
 
 from typing import Any
 
+import pytest
 import torch
 from test_loop import declare, take
 
@@ -63,3 +64,20 @@ def test_numbers_are_set_back_when_a_step_comes_again() -> None:
     assert seen == [(number, number, number, number) for number in numbers]
     assert trainer.counter.total == 1.5 and not local.is_new
     assert len(names) == 5, "only numbers are set back"
+
+
+def test_script_that_begins_again_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    def script(run: Run) -> None:
+        declare(run)
+        for step in run.steps(4):
+            with step:
+                for points in step.batches():
+                    step.backward(points.sum() * torch.ones((), requires_grad=True))
+
+    loop = Loop(script, 0)
+    loop.restart_script(at=1)
+    assert not capsys.readouterr().out, "it has begun no step"
+    take(loop, 1)
+    loop.restart_script(at=2)
+    line = "elastic: step 2: the script begins again on this worker, so variables that are not part"
+    assert capsys.readouterr().out.startswith(line)

@@ -233,3 +233,41 @@ def test_modes_within_a_step_are_those_of_model_and_part() -> None:
             loop.await_arrival()
     before, after = (True, True, True), (True, True, False)
     assert seen == [before, before, after, after, after, after]
+
+
+class Bound(nn.Module):
+    """A forward pass as a function that refers to parts, to the module and to other objects."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.parts = nn.ModuleDict({"first": nn.Linear(2, 2), "second": nn.Tanh()})
+        parts, noted = self.parts, []
+        self.noted: list[int] = noted
+        self.scale = nn.Parameter(torch.ones(()))
+
+        def through(points: Tensor, *, factor: float = 2.0) -> Tensor:
+            noted.append(len(points))
+            hidden: Tensor = parts.second(parts.first(points))
+            return hidden * self.scale * factor
+
+        self.through = through
+
+    def forward(self, points: Tensor) -> Tensor:
+        return self.through(points)
+
+
+def test_function_that_refers_to_parts_refers_to_their_copies() -> None:
+    model = prepare_model(Bound(), CalledModels())
+    own = plain(model)
+    part = copy_models([model])
+    copied = part if isinstance(part, Bound) else next(iter(part.children()))
+    assert copied.through is not own.through and copied.noted is own.noted
+    before = own(POINTS)
+    with torch.no_grad():
+        copied.parts["first"].weight.zero_()
+        copied.parts["first"].bias.fill_(0.5)
+        copied.scale.fill_(3.0)
+    expected = torch.tensor(0.5).tanh() * 3 * 2
+    torch.testing.assert_close(copied(POINTS), expected.expand(POINTS.shape))
+    torch.testing.assert_close(own(POINTS), before)
+    assert own.noted == [len(POINTS)] * 3

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from pipelines.loop.modules.bound_functions import bind_functions
 from pipelines.loop.modules.model_views import plain
 from pipelines.loop.modules.module_objects import objects_of
 from pipelines.loop.modules.shared_attributes import SharedAttributes
@@ -46,6 +47,7 @@ def copy_models(models: Sequence[nn.Module]) -> nn.Module:
     same = {id(model): id(view) for model, view in zip(models, views, strict=True)}
     copy_memo = CopyMemo(memo, same)
     copied: nn.Module = deepcopy(whole, copy_memo)
+    bind_functions(whole.modules(), copy_memo)
     for model, part in zip(models, roots_of(copied), strict=True):
         SharedAttributes(model, part).add(objects.holding.values(), copy_memo)
     return copied

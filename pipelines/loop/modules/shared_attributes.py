@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from pipelines.loop.modules.bound_functions import bound_to
 from pipelines.loop.modules.model_views import OWN_PREFIX, plain
 from pipelines.loop.modules.module_objects import (
     HOOK_FLAGS,
@@ -99,6 +100,8 @@ class SharedAttributes:
             memo[id(pair.module)] = pair.copy
             for table, name, tensor in tensors_and_parts(pair.module):
                 memo.setdefault(id(tensor), vars(pair.copy).get(table, {}).get(name))
+        if (bound := bound_to(value, memo)) is not value:
+            return bound
         objects = objects_in([value], set(memo))
         memo |= objects.alone | {id(pair.module): pair.copy for pair in self._objects}
         copied = deepcopy(value, memo)
