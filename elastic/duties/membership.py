@@ -213,7 +213,7 @@ def _note_withheld(state: ControllerState) -> list[Command]:
     """Warn once while workers are missing that the run may not pay."""
     num_before, absent = state.market.num_withheld, _num_absent(state)
     state.market.num_withheld = int(max(0, absent - num_within_price(state)))
-    if not state.market.num_withheld or num_before:
+    if not state.market.num_withheld or num_before or state.ending:
         return []
     text = (
         f"{state.market.num_withheld} more workers would cost more than "

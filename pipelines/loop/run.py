@@ -205,8 +205,11 @@ class Run:
         `LoopMisused` if neither is known.
         """
         _refuse_counts(num_epochs=num_epochs, microbatches=microbatches)
-        size = steps_per_epoch or updates_per_batch
-        if steps_per_epoch is None and (source := self._source) is not None:
+        size = updates_per_batch
+        if steps_per_epoch is not None:
+            _refuse_counts(steps_per_epoch=steps_per_epoch)
+            size = steps_per_epoch
+        elif (source := self._source) is not None:
             batch = source.microbatch * microbatches
             self._source = source.in_whole_steps(batch)
             size *= self._source.epoch_size // batch

@@ -98,11 +98,11 @@ def reads_epoch_twice(run: Run) -> None:
                     compute(step, model)
 
 
-def unknown_length(run: Run) -> None:
+def unknown_length(run: Run, steps_per_epoch: int | None = None) -> None:
     model, optimizer, *_ = build()
     run.prepare(model, optimizer)
     run.draw(torch.zeros, 2, 2)
-    for _ in run.epochs(EPOCHS):
+    for _ in run.epochs(EPOCHS, steps_per_epoch=steps_per_epoch):
         """No epoch is known."""
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 import epoch_scripts
@@ -72,6 +73,8 @@ def test_epochs_have_whole_steps_of_data_whose_length_is_known() -> None:
     assert script.settings.steps == loops.NUM_STEPS
     with pytest.raises(LoopMisused, match=r"run.epochs: the data have no known length"):
         script_of(epoch_scripts.unknown_length)
+    with pytest.raises(LoopMisused, match=r"steps_per_epoch=0 must be a whole number from 1 on"):
+        script_of(partial(epoch_scripts.unknown_length, steps_per_epoch=0))
     *_, loader = epoch_scripts.build(num_samples=99)
     source = source_of(loader).in_whole_steps(24)
     assert source.epoch_size == 96

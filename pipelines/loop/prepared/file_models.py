@@ -13,8 +13,8 @@ from pipelines.settings.script_file import module_of, run_again
 
 MOST_PARTS = 100
 """The items of a container that are looked at."""
-_makes_model: dict[str, bool] = {}
-"""By module, whether its file had made a model when it was first run."""
+_makes_model: dict[str | None, bool] = {}
+"""By file, whether it had made a model when it was first run."""
 
 
 def with_file_models(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -31,7 +31,7 @@ def with_file_models(function: Callable[..., Any]) -> Callable[..., Any]:
         return function
 
     def run(*arguments: Any) -> Any:
-        if _makes_model.setdefault(module.__name__, _has_model(vars(module).values())):
+        if _makes_model.setdefault(module.__file__, _has_model(vars(module).values())):
             run_again(module)
         return function(*arguments)
 
