@@ -21,9 +21,13 @@ LEFT_AFTER, DIES_AFTER = 4, 3
 
 def build(num_samples: int = 96) -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader[Any]]:
     model, optimizer, _, loader = build_training(is_scheduled=False)
-    data = TensorDataset(*(values[:num_samples] for values in loader.dataset.tensors))
-    loader = DataLoader(data, batch_size=loader.batch_size, shuffle=True)
+    loader = first_samples(loader, num_samples)
     return model, optimizer, StepLR(optimizer, 1, gamma=0.7), loader
+
+
+def first_samples(loader: DataLoader[Any], number: int) -> DataLoader[Any]:
+    data = TensorDataset(*(values[:number] for values in loader.dataset.tensors))
+    return DataLoader(data, batch_size=loader.batch_size, shuffle=True)
 
 
 def train_epoch(steps: EpochSteps, model: nn.Module) -> float:

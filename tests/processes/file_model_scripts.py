@@ -9,19 +9,18 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from epoch_scripts import EPOCHS, SIZE
-from loops import FOLDER, MICROBATCH, NUM_MICROBATCHES, NUM_STEPS, build_training, plain
+from epoch_scripts import EPOCHS, SIZE, first_samples
+from loops import FOLDER, NUM_MICROBATCHES, NUM_STEPS, build_training, plain
 from script_habits import compute, note_values, values_of
 from torch import nn
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader
 
 from pipelines.loop import Run
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader[Any]]:
     model, optimizer, scheduler, loader = build_training()
-    data = TensorDataset(*(values[:96] for values in loader.dataset.tensors))
-    return model, optimizer, scheduler, DataLoader(data, batch_size=MICROBATCH, shuffle=True)
+    return model, optimizer, scheduler, first_samples(loader, 96)
 
 
 model, optimizer, scheduler, loader = build()

@@ -10,6 +10,7 @@ from test_loop import declare, take
 
 from pipelines.loop import Run
 from pipelines.loop.loop import Loop
+from pipelines.loop.state.reached_objects import MOST_PARTS, MOST_REACHED, reached
 from pipelines.loop.step import Step
 
 num_bodies = 0
@@ -81,3 +82,11 @@ def test_script_that_begins_again_says_so(capsys: pytest.CaptureFixture[str]) ->
     loop.restart_script(at=2)
     line = "elastic: step 2: the script begins again on this worker, so variables that are not part"
     assert capsys.readouterr().out.startswith(line)
+
+
+def test_the_nearest_objects_of_a_script_are_reached_and_no_more_than_the_most() -> None:
+    near = [[object() for _ in range(MOST_PARTS + 1)] for _ in range(2 * MOST_PARTS)]
+    objects = [*reached(near, 2, lambda _: False)]
+    assert objects[: len(near)] == near and len(objects) == MOST_REACHED
+    alone = [*reached(near[:1], 2, lambda _: False)]
+    assert alone == [near[0], *near[0][:MOST_PARTS]]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 from functools import partial
-from itertools import islice
 from typing import Any
 
 from torch import nn
 
+from pipelines.loop.state.reached_objects import reached
 from pipelines.settings.script_file import module_of, run_again
 
-MOST_PARTS = 100
-"""The items of a container that are looked at."""
+DEPTH = 2
+"""How far objects and containers are followed."""
 _makes_model: dict[str | None, bool] = {}
 """By file, whether it had made a model when it was first run."""
 
@@ -38,21 +38,13 @@ def with_file_models(function: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def _has_model(values: Iterable[object], depth: int = 2) -> bool:
+def _has_model(values: Iterable[object]) -> bool:
     """Whether a model is among the values, or in a container or an attribute of one."""
-    for value in [*values]:
-        if isinstance(value, nn.Module):
-            if any(True for _ in value.parameters()):
-                return True
-        elif depth and _has_model(_parts_of(value), depth - 1):
-            return True
-    return False
+    return any(
+        isinstance(value, nn.Module) and any(True for _ in value.parameters())
+        for value in reached(values, DEPTH, _is_object)
+    )
 
 
-def _parts_of(value: object) -> Iterable[object]:
-    if isinstance(value, dict):
-        return islice(value.values(), MOST_PARTS)
-    if isinstance(value, list | tuple):
-        return value[:MOST_PARTS]
-    is_instance = not isinstance(value, type) and type(value).__module__ != "builtins"
-    return vars(value).values() if is_instance and hasattr(value, "__dict__") else ()
+def _is_object(value: object) -> bool:
+    return type(value).__module__ != "builtins" and not isinstance(value, nn.Module)

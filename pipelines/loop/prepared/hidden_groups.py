@@ -8,8 +8,6 @@ need not be rank 0, and no other worker would answer a collective.
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from functools import wraps
 from inspect import currentframe
 from weakref import WeakSet
 
@@ -17,27 +15,20 @@ import torch.distributed
 
 SEEING = {"torch", "actors", "elastic", "pipelines"}
 """The packages whose code sees the groups."""
+_is_initialized = torch.distributed.is_initialized
 _threads: WeakSet[threading.Thread] = WeakSet()
 
 
 def hide_groups() -> None:
     """On the calling thread, let `torch.distributed.is_initialized()` be false for others' code."""
-    if not _threads:
-        real = torch.distributed.is_initialized
-        torch.distributed.is_initialized = _hidden(real)
     _threads.add(threading.current_thread())
+    torch.distributed.is_initialized = _is_seen
 
 
-def _hidden(is_initialized: Callable[[], bool]) -> Callable[[], bool]:
-    known: Callable[[], bool] = getattr(is_initialized, "__wrapped__", is_initialized)
-
-    @wraps(known)
-    def seen() -> bool:
-        frame = currentframe()
-        caller = frame.f_back if frame else None
-        name = caller.f_globals.get("__name__", "") if caller else ""
-        if name.partition(".")[0] not in SEEING and threading.current_thread() in _threads:
-            return False
-        return known()
-
-    return seen
+def _is_seen() -> bool:
+    frame = currentframe()
+    caller = frame.f_back if frame else None
+    name = caller.f_globals.get("__name__", "") if caller else ""
+    if name.partition(".")[0] not in SEEING and threading.current_thread() in _threads:
+        return False
+    return _is_initialized()

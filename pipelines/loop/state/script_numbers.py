@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from itertools import islice
 from types import FrameType
 from typing import Any
@@ -11,12 +10,13 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from pipelines.loop.state.reached_objects import reached
 from pipelines.settings.user_code import is_users
 
-DEPTH = 5
+DEPTH = 4
 """How far objects and containers in them are followed, as to the wrapper of an optimizer."""
-MOST_PARTS = 100
-"""The items of a container that are looked at."""
+MOST_OBJECTS = 1000
+"""So many objects are noted in each step; those near the function's variables come first."""
 
 
 class ScriptNumbers:
@@ -32,11 +32,10 @@ class ScriptNumbers:
         self._tables: list[dict[str, Any]] = []
         """What holds the numbers, by name."""
         if frame is not None:
+            values = [*frame.f_locals.values(), *frame.f_globals.values()]
+            objects = filter(_is_of_user, reached(values, DEPTH, _is_of_user))
             self._tables.append(frame.f_globals)
-            known: set[int] = set()
-            for values in (frame.f_locals, frame.f_globals):
-                for value in [*values.values()]:
-                    self._tables += _attributes_of(value, known, DEPTH)
+            self._tables += [vars(item) for item in islice(objects, MOST_OBJECTS)]
         self._noted: list[dict[str, Any]] = []
 
     def note(self) -> None:
@@ -48,22 +47,6 @@ class ScriptNumbers:
         for table, noted in zip(self._tables, self._noted, strict=False):
             for name in _numbers_in(table).keys() & noted.keys():
                 table[name] = noted[name]
-
-
-def _attributes_of(value: Any, known: set[int], depth: int) -> Iterator[dict[str, Any]]:
-    if id(value) in known or not depth:
-        return
-    known.add(id(value))
-    parts: list[Any] = []
-    if isinstance(value, dict):
-        parts = [*islice(value.values(), MOST_PARTS)]
-    elif isinstance(value, list | tuple):
-        parts = [*value[:MOST_PARTS]]
-    elif _is_of_user(value):
-        yield vars(value)
-        parts = [*vars(value).values()]
-    for part in parts:
-        yield from _attributes_of(part, known, depth - 1)
 
 
 def _is_of_user(value: Any) -> bool:

@@ -1,0 +1,38 @@
+"""The objects that a script has made, as far as they can be reached from its variables."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from itertools import islice
+from typing import Any
+
+MOST_PARTS = 100
+"""The items of a container that are looked at."""
+MOST_REACHED = 10_000
+"""The objects that are reached at most, the nearest first."""
+
+
+def reached(values: Iterable[Any], depth: int, enters: Callable[[Any], bool]) -> Iterator[Any]:
+    """The values, then what they consist of, and so on `depth` times: the items of containers, and
+    the attributes of objects that it `enters`. Each object once."""
+    known: set[int] = set()
+    level = [*values]
+    for _ in range(depth + 1):
+        parts: list[Any] = []
+        for value in level:
+            if len(known) == MOST_REACHED:
+                return
+            if id(value) not in known:
+                known.add(id(value))
+                yield value
+                parts += _parts_of(value, enters)
+        level = parts
+
+
+def _parts_of(value: Any, enters: Callable[[Any], bool]) -> Iterable[Any]:
+    if isinstance(value, dict):
+        return islice(value.values(), MOST_PARTS)
+    if isinstance(value, list | tuple):
+        return value[:MOST_PARTS]
+    is_instance = not isinstance(value, type) and hasattr(value, "__dict__")
+    return vars(value).values() if is_instance and enters(value) else ()
