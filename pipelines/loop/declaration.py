@@ -15,7 +15,7 @@ from pipelines.loop.prepared.optimizer_factory import ScriptOptimizerFactory
 from pipelines.loop.state.carried_state import CarriedState
 from pipelines.loop.state.errors import LoopMisused
 from pipelines.loop.state.microbatch_state import MicrobatchStates
-from pipelines.loop.state.script_numbers import ScriptNumbers
+from pipelines.loop.state.script_variables import ScriptVariables
 from pipelines.settings.recipe import Dataset
 from pipelines.training.models.joined_model import joined
 
@@ -53,7 +53,7 @@ class Declaration:
     counts: StepCounts
     carried: CarriedState
     states: MicrobatchStates
-    numbers: ScriptNumbers
+    variables: ScriptVariables
     evaluation: EvaluationSetup | None = None
     plan: Mapping[str, Any] = field(default_factory=dict)
     """How `tp` shards the layers of `model`; see `Recipe.plan`."""
@@ -67,6 +67,19 @@ class Declaration:
     def model(self) -> nn.Module:
         """What is trained; from the script's first step on its values are others."""
         return joined([plain(model) for model in self.called.declared])
+
+    def begin_in_epoch(self, is_first: bool) -> None:
+        """The script reads its first step in an epoch, behind code for the whole epoch.
+
+        If the step `is_first` of the epoch, it begins with what that code has changed, also when it
+        comes again. Else the code has run in an earlier step on other workers.
+        """
+        state = self.optimizer_factory.state
+        if is_first:
+            state.begin_here()
+        else:
+            state.restore()
+        self.variables.note()
 
     @property
     def batch(self) -> int:

@@ -14,9 +14,18 @@ class EpochSteps:
     """The steps of an epoch, iterated once; on a worker that joins, and in a resumed run, those
     that remain."""
 
-    def __init__(self, number: int, step: Step, steps: Iterator[Step], size: int) -> None:
-        """`step` is the first, behind which `steps` goes on; a whole epoch has `size`."""
+    def __init__(
+        self,
+        number: int,
+        step: Step,
+        steps: Iterator[Step],
+        size: int,
+        begin: Callable[[bool], None],
+    ) -> None:
+        """`step` is the first, behind which `steps` goes on; a whole epoch has `size`. `begin` is
+        called when the script reads the first, with whether it is the first of the epoch."""
         self._number = number
+        self._begin = begin
         self._latest = step
         self._steps: ref[Any] = ref(steps)
         self._size = size
@@ -27,6 +36,8 @@ class EpochSteps:
             raise LoopMisused(f"epoch {self._number}: its steps are iterated twice")
         self._is_begun = True
         step: Step | None = self._latest
+        self._begin((self._latest.number - 1) % self._size == 0)
+        self._latest.seed_draws("before the body")
         while step is not None:
             self._latest = step
             step.index = (step.number - 1) % self._size
@@ -46,9 +57,15 @@ class EpochSteps:
 
 
 def epochs_of(
-    steps: Iterator[Step], size: int, num_epochs: int, first: int, stop: Callable[[], None]
+    steps: Iterator[Step],
+    size: int,
+    num_epochs: int,
+    first: int,
+    stop: Callable[[], None],
+    begin: Callable[[bool], None],
 ) -> Iterator[tuple[int, EpochSteps]]:
-    """The numbers of the epochs of `size` steps, counted from `first`, and their steps.
+    """The numbers of the epochs of `size` steps, counted from `first`, and their steps. What the
+    script draws between these two is seeded by the first step of the epoch, on each worker.
 
     The last epoch may be left before its last step, which calls `stop`. Raises `LoopMisused` for
     another that was: the next step would not be the first of one.
@@ -62,7 +79,8 @@ def epochs_of(
                 f"epoch {first + index} was left before its last step: iterate over all of its "
                 "steps; to end the run, leave the loop over epochs, or call run.stop()"
             )
-        epoch = EpochSteps(first + index, step, steps, size)
+        epoch = EpochSteps(first + index, step, steps, size, begin)
+        step.seed_draws("before the epoch", number=index * size + 1)
         yield first + index, epoch
         if is_last and not epoch.is_over:
             stop()

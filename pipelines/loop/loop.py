@@ -167,13 +167,20 @@ class Loop:
     def await_arrival(self, limit_s: float | None = None) -> bool:
         """Wait until the script waits, at its next body, behind its loop or with a request.
 
-        Returns whether it does.
+        Returns whether it does. Raises what the script raises, unless behind a step that has not
+        committed, where a variable may be unset: then it begins again.
         """
         thread = self._thread
         if not thread.is_running:
             thread.refuse_ended()
             return True
-        arrival = thread.arrival(limit_s)
+        try:
+            arrival = thread.arrival(limit_s)
+        except Exception:
+            if not self._is_repeat:
+                raise
+            self._begin_again()
+            return False
         if arrival is None or thread is not self._thread:
             return False
         self.request = arrival if isinstance(arrival, Request) else None
@@ -181,14 +188,17 @@ class Loop:
             self.has_proceeded = True
         if arrival in (Arrived.AT_END, Arrived.BEHIND_LOOP) and self._is_repeat:
             # It left because of a step that has not committed.
-            kept, number = self.state.kept(), self.number
-            position = self._at.position if self._at else Position()
-            self.restart_script()
-            self.begin(number, position, lambda: kept)
+            self._begin_again()
             return False
         if arrival in (Arrived.AT_END, Arrived.BEHIND_LOOP):
             self.left_after = self._before
         return True
+
+    def _begin_again(self) -> None:
+        kept, number = self.state.kept(), self.number
+        position = self._at.position if self._at else Position()
+        self.restart_script(at=number)
+        self.begin(number, position, lambda: kept)
 
     def is_at(self, committed_step: int | None) -> bool:
         """Whether the script waits at the body of the step after this one."""

@@ -39,7 +39,7 @@ from pipelines.loop.state.kept_objects import KeptObjects
 from pipelines.loop.state.loss_scaler import LossScaler
 from pipelines.loop.state.microbatch_state import CarriedTensor, MicrobatchStates
 from pipelines.loop.state.named_values import NamedValues
-from pipelines.loop.state.script_numbers import ScriptNumbers
+from pipelines.loop.state.script_variables import ScriptVariables
 from pipelines.loop.step import Step
 from pipelines.settings.recipe import Dataset
 from pipelines.training.models.joined_model import joined
@@ -175,17 +175,21 @@ class Run:
         max_grad_norm: float | None = None,
         updates_per_batch: int = 1,
         max_grad_value: float | None = None,
+        split_batches: bool = False,
     ) -> Iterator[Step]:
         """The remaining steps of `num_steps`, counted from 1; compute each within `with step:`.
 
         A step's gradient is the mean over `microbatches` microbatches, whatever the number of
-        workers; its norm is clipped to `max_grad_norm`, and its elements to `max_grad_value` in
-        both directions. `updates_per_batch` steps in a row train on the same batch;
-        `step.update` counts them from 0. A `break` ends the run with the last committed step. Code
-        below the loop runs on the first worker.
+        workers. Each has the loader's `batch_size`; with `split_batches` all have it together, as
+        parts of one batch of the loader. The gradient's norm is clipped to `max_grad_norm`, and
+        its elements to `max_grad_value` in both directions. `updates_per_batch` steps in a row
+        train on the same batch; `step.update` counts them from 0. A `break` ends the run with the
+        last committed step. Code below the loop runs on the first worker.
         """
         counts = StepCounts(num_steps, microbatches, updates_per_batch)
         clipping = _clipping(max_grad_norm, max_grad_value)
+        if split_batches:
+            self._split_batches(microbatches)
         return self._begin(self._declared(counts, clipping, _caller_of(currentframe())))
 
     def epochs(
@@ -197,6 +201,7 @@ class Run:
         max_grad_value: float | None = None,
         first: int = 0,
         steps_per_epoch: int | None = None,
+        split_batches: bool = False,
     ) -> Iterator[tuple[int, EpochSteps]]:
         """The remaining of `num_epochs` epochs: their numbers, counted from `first`, and their
         steps, as in `for epoch, steps in run.epochs(10):`. Else as `steps`.
@@ -205,6 +210,8 @@ class Run:
         `LoopMisused` if neither is known.
         """
         _refuse_counts(num_epochs=num_epochs, microbatches=microbatches)
+        if split_batches:
+            self._split_batches(microbatches)
         size = updates_per_batch
         if steps_per_epoch is not None:
             _refuse_counts(steps_per_epoch=steps_per_epoch)
@@ -215,8 +222,9 @@ class Run:
             size *= self._source.epoch_size // batch
         counts = StepCounts(num_epochs * size, microbatches, updates_per_batch)
         clipping = _clipping(max_grad_norm, max_grad_value)
-        steps = self._begin(self._declared(counts, clipping, _caller_of(currentframe())))
-        return epochs_of(steps, size, num_epochs, first, self.stop)
+        declared = self._declared(counts, clipping, _caller_of(currentframe()))
+        steps = self._begin(declared)
+        return epochs_of(steps, size, num_epochs, first, self.stop, declared.begin_in_epoch)
 
     @property
     def is_first_worker(self) -> bool:
@@ -228,10 +236,18 @@ class Run:
         self._at.is_stopped = True
 
     def print(self, *values: Any, **keywords: Any) -> None:
-        """Print as Python's `print` does, but within the loop on one worker only; see `elastic
-        logs`. It may take its place, as in `builtins.print = run.print`."""
-        if self._at.is_first_worker or not self._at.is_own:
+        """Print as Python's `print` does, but within the loop on one worker only, and nothing
+        behind a step that comes again; see `elastic logs`. It may take its place, as in
+        `builtins.print = run.print`."""
+        step = self._at.behind
+        is_repeated = self._at.is_own and step is not None and not step.committed
+        if (self._at.is_first_worker or not self._at.is_own) and not is_repeated:
             _print(*values, **{"flush": True, **keywords})
+
+    def _split_batches(self, microbatches: int) -> None:
+        _refuse_counts(microbatches=microbatches)
+        if self._source is not None:
+            self._source = self._source.split(microbatches)
 
     def _declared(
         self, counts: StepCounts, clipping: Clipping, script: FrameType | None
@@ -264,7 +280,7 @@ class Run:
             counts,
             CarriedState(script, self._known(), self._kept.objects),
             self._states,
-            ScriptNumbers(script),
+            ScriptVariables(script),
             self._evaluation,
             *self._plans.joined(len(models)),
             self._sequence,

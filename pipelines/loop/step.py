@@ -83,11 +83,7 @@ class Step:
     """
 
     def __init__(
-        self,
-        number: int,
-        at: ScriptMoment,
-        position: Position,
-        seed: Callable[[int, str], None],
+        self, number: int, at: ScriptMoment, position: Position, seed: Callable[[int, str], None]
     ) -> None:
         """`seed` seeds the random generators for a moment of the step with this number."""
         self.number = number
@@ -259,10 +255,11 @@ class Step:
             )
         return self.gather_reports() if self.committed else {}
 
-    def seed_draws(self, moment: str) -> None:
+    def seed_draws(self, moment: str, number: int | None = None) -> None:
         """Seed the generators of Python, NumPy and torch for what the script draws next outside of
-        the microbatches: the same on each worker, and again when the step comes again."""
-        self._seed(self.number, moment)
+        the microbatches: the same on each worker, and again when the step comes again. `number` is
+        that of another step than this one."""
+        self._seed(self.number if number is None else number, moment)
 
     def note(self, error: BaseException) -> None:
         """Record an error: the step cannot commit, even if the script suppresses the error."""

@@ -198,7 +198,7 @@ class LoopThread:
             )
         self._outcomes.put(declaration)
         state, at = declaration.optimizer_factory.state, declaration.called.at
-        numbers = declaration.numbers
+        variables = declaration.variables
         turn = self._turn()
         assert isinstance(turn, Begin)
         self._next, self._has_begun = turn.step, True
@@ -212,11 +212,11 @@ class LoopThread:
                 step.gather_reports = partial(self.request, Request.REPORTS)
                 loops.update(_places(currentframe()))
                 step.seed_draws("before the body")
-                numbers.note()
+                variables.note()
                 yield step
                 step.ensure_finished()
                 if not step.committed:
-                    numbers.restore()
+                    variables.restore()
                     state.restore()
                     at.drop_changes()
                     at.is_stopped = False

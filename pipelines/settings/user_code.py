@@ -7,6 +7,7 @@ import sysconfig
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from inspect import currentframe
 from pathlib import Path
 
@@ -60,6 +61,7 @@ def user_code_errors(what: str, is_all_theirs: bool = False) -> Iterator[None]:
         ) from error
 
 
+@cache
 def is_users(file: str) -> bool:
     """Whether a file is the user's: neither of this project nor of an installed package."""
     return not _is_in(file, _PACKAGES + _INSTALLED)

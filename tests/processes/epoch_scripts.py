@@ -17,12 +17,14 @@ from pipelines.loop.epochs import EpochSteps
 
 EPOCHS, SIZE = 6, 4
 LEFT_AFTER, DIES_AFTER = 4, 3
+FACTOR = 0.7
+"""Of the learning rate from epoch to epoch."""
 
 
 def build(num_samples: int = 96) -> tuple[nn.Module, torch.optim.Optimizer, Any, DataLoader[Any]]:
     model, optimizer, _, loader = build_training(is_scheduled=False)
     loader = first_samples(loader, num_samples)
-    return model, optimizer, StepLR(optimizer, 1, gamma=0.7), loader
+    return model, optimizer, StepLR(optimizer, 1, gamma=FACTOR), loader
 
 
 def first_samples(loader: DataLoader[Any], number: int) -> DataLoader[Any]:
@@ -55,6 +57,31 @@ def by_epochs(run: Run) -> None:
     note_values(NUM_STEPS, "below", values_of(model))
     seen = torch.distributed.is_initialized(), torch.distributed.distributed_c10d.is_initialized()
     note_values(NUM_STEPS, "groups", {"seen": torch.tensor(seen)})
+
+
+def begins_epochs(run: Run) -> None:
+    """Code at the top of an epoch, which does not run again with its first step. In two of these a
+    worker dies, and in one within an epoch: those that join run the code then. A batch of the
+    loader is a step's."""
+    model, optimizer, scheduler, loader = build()
+    whole = DataLoader(loader.dataset, loader.batch_size * NUM_MICROBATCHES, shuffle=True)
+    model, optimizer, *_ = run.prepare(model, optimizer, scheduler, whole)
+    counted = {"epochs": 0}
+    run.keep(counted)
+    for epoch, steps in run.epochs(EPOCHS, NUM_MICROBATCHES, split_batches=True):
+        counted["epochs"] += 1
+        for group in optimizer.param_groups:
+            group["lr"] *= FACTOR
+        drawn = torch.rand(2)
+        model.train()
+        for step in steps:
+            with step:
+                for number, (points, labels) in enumerate(step.batches()):
+                    if step.number in (SIZE + 1, 2 * SIZE + 1, 3 * SIZE + 3) and number == 1:
+                        die_once(step, f"step {step.number}")
+                    step.backward(nn.functional.cross_entropy(model(points), labels))
+        model.eval()
+        note_values(epoch, "epoch", {"counted": torch.tensor(counted["epochs"]), "drawn": drawn})
 
 
 def leaves_epochs(run: Run) -> None:
@@ -111,10 +138,12 @@ def unknown_length(run: Run, steps_per_epoch: int | None = None) -> None:
 
 
 def plain_by_epochs(
-    is_scheduled: bool = True,
+    is_scheduled: bool = True, first_factor: float = 1.0
 ) -> Iterator[tuple[float, dict[str, torch.Tensor]]]:
     """The loss of each step, and the values after it."""
     model, optimizer, scheduler, loader = build()
+    for group in optimizer.param_groups:
+        group["lr"] *= first_factor
     losses = plain(model, optimizer, None, loader, NUM_STEPS, NUM_MICROBATCHES)
     for number, loss in enumerate(losses, start=1):
         yield loss, {name: value.clone() for name, value in values_of(model).items()}

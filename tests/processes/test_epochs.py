@@ -34,6 +34,22 @@ def test_epochs_are_those_of_a_plain_loop_through_deaths(layout: str, tmp_path: 
             torch.testing.assert_close(value, expected[name], rtol=1e-9, atol=1e-12)
 
 
+@pytest.mark.parametrize("layout", ["dp=2,fsdp=2", "dp=4"])
+def test_code_at_the_top_of_an_epoch_counts_once_through_deaths(
+    layout: str, tmp_path: Path
+) -> None:
+    run = run_habit(tmp_path, "begins_epochs", 3, layout=layout, module=epoch_scripts)
+    losses = [loss for loss, _ in epoch_scripts.plain_by_epochs(first_factor=epoch_scripts.FACTOR)]
+    assert list(run.losses().values()) == pytest.approx(losses, rel=1e-9)
+    drawn: dict[int, set[tuple[float, ...]]] = {}
+    for file in (tmp_path / "marks").glob("epoch-*.pt"):
+        epoch, saved = int(file.name.split("-")[1]), torch.load(file)
+        assert saved["counted"] == epoch + 1
+        drawn.setdefault(epoch, set()).add(tuple(saved["drawn"].tolist()))
+    assert [len(values) for values in drawn.values()] == [1] * epoch_scripts.EPOCHS
+    assert len(set.union(*drawn.values())) == epoch_scripts.EPOCHS
+
+
 def test_code_below_epochs_that_are_left_runs_on_one_worker(tmp_path: Path) -> None:
     run = run_habit(tmp_path, "leaves_epochs", 3, layout="dp=4", module=epoch_scripts)
     losses, _ = zip(*epoch_scripts.plain_by_epochs(), strict=True)
@@ -78,6 +94,9 @@ def test_epochs_have_whole_steps_of_data_whose_length_is_known() -> None:
     *_, loader = epoch_scripts.build(num_samples=99)
     source = source_of(loader).in_whole_steps(24)
     assert source.epoch_size == 96
+    assert source.split(2).microbatch == loader.batch_size / 2
+    with pytest.raises(LoopMisused, match=r"split_batches: the loader's batch_size=\d is no mult"):
+        source.split(3)
     assert source.note_on_epochs(24) == (
         "99 samples are not a multiple of the 24 of a step: each epoch omits 3"
     )

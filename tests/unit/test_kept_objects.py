@@ -68,7 +68,7 @@ def test_objects_are_restored_to_the_beginning_of_the_step() -> None:
     module(torch.randn(4, 2))
     average.state["shadow"][0] += 1
     average.state["decay"] = 0.9
-    kept.restore()
+    kept.restore(kept.kept)
     assert tensor.tolist() == [1.0] * 3
     assert numbers == {"rounds": 2, "is_good": True, "mean": 0.5}
     assert type(numbers["rounds"]) is int and type(numbers["is_good"]) is bool
@@ -80,9 +80,9 @@ def test_objects_are_restored_to_the_beginning_of_the_step() -> None:
 def test_restored_objects_do_not_share_memory_with_what_is_kept() -> None:
     shadow = {"weight": torch.zeros(2)}
     kept = kept_of(shadow)
-    kept.restore()
+    kept.restore(kept.kept)
     shadow["weight"] += 1
-    kept.restore()
+    kept.restore(kept.kept)
     assert shadow["weight"].tolist() == [0.0, 0.0]
 
 
@@ -161,13 +161,13 @@ def test_kept_tensors_are_contiguous_and_tensors_of_a_dictionary_stay_the_same()
     numbers: dict[str, Any] = {"image": image, "centres": centres, "best": 0}
     kept = kept_of(numbers)
     assert all(value.is_contiguous() for value in kept.kept.values())
-    kept.restore()
+    kept.restore(kept.kept)
     centres += 1
     numbers["best"] = 0.93
     kept.keep()
     centres += 1
     numbers["best"] = 0
-    kept.restore()
+    kept.restore(kept.kept)
     assert numbers["centres"] is centres and centres.tolist() == [1.0, 1.0]
     assert numbers["best"] == 0.93 and torch.equal(numbers["image"], image)
 
@@ -189,7 +189,7 @@ def test_arrays_and_the_state_of_a_generator_are_restored() -> None:
     plain *= 5
     average.state = {**average.state, "generator": generator.get_state(), "frozen": frozen + 1}
     average.state["seen"].append(np.zeros(2))
-    kept.restore()
+    kept.restore(kept.kept)
     assert plain.tolist() == [0, 1, 2] and not point.any()
     assert average.state["frozen"].tolist() == [0, 1]
     assert average.state["seen"].maxlen == 1 and average.state["seen"][0].tolist() == [1, 1]
@@ -262,7 +262,7 @@ def test_named_values_are_restored_with_their_types(is_mapping: bool) -> None:
     owner = vars(patience) if is_mapping else patience
     kept = kept_of(NamedValues(owner, ["best", "num_bad"]))
     patience.best, patience.num_bad, patience.name = 0.25, 4, "second"
-    kept.restore()
+    kept.restore(kept.kept)
     assert vars(patience) == {"best": 0.5, "num_bad": 3, "name": "second", "rounds": None}
     assert isinstance(patience.num_bad, int)
 

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import pytest
@@ -69,13 +70,18 @@ MODULE = nn.Linear(2, 1)
 
 
 def take(
-    loop: Loop, number: int = 1, commits: bool = True, module: nn.Module = MODULE
+    loop: Loop,
+    number: int = 1,
+    commits: bool = True,
+    module: nn.Module = MODULE,
+    engine: ListEngine | None = None,
 ) -> list[LossSums]:
     """Run a step, and let it commit and the script go on to its next body."""
     points = torch.tensor([[1.0, 2.0], [3.0, 4.0]])
-    engine = ListEngine(Microbatch(points, 2), Microbatch(points, 0))
+    engine = engine or ListEngine(Microbatch(points, 2), Microbatch(points, 0))
     loop.begin(number, Position(), lambda: loop.state.kept())
-    loop.await_arrival()
+    while not loop.await_arrival():
+        """It begins again."""
     sums = loop.compute(engine, module)
     if commits:
         loop.commit(number, Position(), is_last=False, loss=0.0)
@@ -121,7 +127,7 @@ def test_microbatch_says_how_many_samples_count() -> None:
 
 
 def test_code_after_the_block_sees_whether_the_step_committed() -> None:
-    observed_commits = []
+    observed_commits = SimpleQueue[tuple[int, bool]]()  # a list would be set back
 
     def script(run: Run) -> None:
         declare(run)
@@ -129,12 +135,13 @@ def test_code_after_the_block_sees_whether_the_step_committed() -> None:
             with step:
                 for points in step.batches():
                     step.backward(points.sum() * torch.ones((), requires_grad=True))
-            observed_commits.append((step.number, step.committed))
+            observed_commits.put((step.number, step.committed))
 
     loop = Loop(script, 0)
     for number, commits in ((1, True), (2, False), (2, True), (3, True)):
         take(loop, number, commits)
-    assert observed_commits == [(1, True), (2, False), (2, True), (3, True)]
+    observed = [observed_commits.get_nowait() for _ in range(4)]
+    assert observed == [(1, True), (2, False), (2, True), (3, True)]
 
 
 def leave_microbatches_unread(step: Step) -> None:

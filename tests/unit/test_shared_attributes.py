@@ -200,7 +200,7 @@ def test_numbers_and_modes_are_restored(value: Any) -> None:
     model.layer.temperature, model.layer.num_calls = 0.25, 7
     model.layer.train()
     assert numbers.live() != numbers.kept
-    numbers.restore()
+    numbers.restore(numbers.kept)
     assert model.layer.temperature == value and model.layer.num_calls == 0
     assert not model.layer.training and model.training
 

@@ -42,9 +42,9 @@ class ModuleNumbers:
     def live(self) -> list[float]:
         return self._read(self.kept)
 
-    def restore(self) -> None:
+    def restore(self, numbers: Sequence[float]) -> None:
         """Begin a step again, or in another worker's place, with its numbers."""
-        for (attributes, name), number in zip(self._places, self.kept, strict=True):
+        for (attributes, name), number in zip(self._places, numbers, strict=True):
             attributes[name] = _as_before(attributes.get(name), number)
 
     def _read(self, otherwise: Sequence[float]) -> list[float]:

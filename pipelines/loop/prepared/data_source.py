@@ -69,6 +69,17 @@ class DataSource:
                 return self.dataset.length
         return 0 if is_stream(self.dataset) else len(self.dataset)
 
+    def split(self, microbatches: int) -> DataSource:
+        """The source whose microbatches are parts of what is one here. Raises `LoopMisused` if it
+        cannot be divided."""
+        if self.microbatch % microbatches:
+            raise LoopMisused(
+                f"run.steps: split_batches: the loader's batch_size={self.microbatch} is no "
+                f"multiple of microbatches={microbatches}: pass a number of microbatches that "
+                "divides it"
+            )
+        return replace(self, microbatch=self.microbatch // microbatches)
+
     def of_steps(self, batch: int) -> DataSource:
         """The source for steps of `batch` samples: without the last ones of each epoch that do not
         fill a step, if the loader has `drop_last`. Raises `LoopMisused` if none fills one."""

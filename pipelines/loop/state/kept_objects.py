@@ -119,19 +119,19 @@ class KeptObjects:
             kept.copy_(values[name])
 
     @torch.no_grad()
-    def restore(self) -> None:
+    def restore(self, values: Mapping[str, Tensor]) -> None:
         """Begin a step again, or in another worker's place, with its values."""
         for number, item in enumerate(self.objects):
             prefix = _root(number)
             match item:
                 case Tensor():
-                    item.copy_(self.kept[prefix])
+                    item.copy_(values[prefix])
                 case np.ndarray():
-                    _restored(item, prefix, self.kept)
+                    _restored(item, prefix, values)
                 case MutableMapping():
-                    item.update(_restored(item, prefix, self.kept))
+                    item.update(_restored(item, prefix, values))
                 case _:
-                    item.load_state_dict(_restored(item.state_dict(), prefix, self.kept))
+                    item.load_state_dict(_restored(item.state_dict(), prefix, values))
 
     def are_exact(self) -> list[bool]:
         """Whether each kept tensor has integers, or one number."""

@@ -9,23 +9,28 @@ from typing import Any
 MOST_PARTS = 100
 """The items of a container that are looked at."""
 MOST_REACHED = 10_000
-"""The objects that are reached at most, the nearest first."""
+"""The objects that are looked at, the nearest first."""
 
 
-def reached(values: Iterable[Any], depth: int, enters: Callable[[Any], bool]) -> Iterator[Any]:
+def reached(
+    values: Iterable[Any], depth: int, enters: Callable[[Any], bool], most: int = MOST_REACHED
+) -> Iterator[Any]:
     """The values, then what they consist of, and so on `depth` times: the items of containers, and
     the attributes of objects that it `enters`. Each object once."""
     known: set[int] = set()
     level = [*values]
+    num_looked_at = 0
     for _ in range(depth + 1):
         parts: list[Any] = []
         for value in level:
-            if len(known) == MOST_REACHED:
+            num_looked_at += 1
+            if num_looked_at > most:
                 return
             if id(value) not in known:
                 known.add(id(value))
                 yield value
-                parts += _parts_of(value, enters)
+                if len(parts) < most:
+                    parts += _parts_of(value, enters)
         level = parts
 
 

@@ -36,6 +36,8 @@ class ScriptState:
         self._modules = modules or ModuleNumbers()
         self.initial = {**_vectors(values.initial, self._modules.initial), **objects.begin()}
         """All at step 0."""
+        self._begun: dict[str, Tensor] | None = None
+        """All at the beginning of the present step, if that is not what was kept."""
         self._note_fingerprint()
 
     def keep(self, changed: Mapping[str, Tensor]) -> None:
@@ -45,13 +47,23 @@ class ScriptState:
         self._values.keep()
         self._objects.keep()
         self._modules.keep()
+        self._begun = None
         self._note_fingerprint(chosen, changed)
 
+    def begin_here(self) -> None:
+        """Begin the present step with what is there now when it comes again to this worker: the
+        script has changed it since, in code that does not run again then."""
+        live, kept = self.live(), self.kept()
+        is_kept = live.keys() == kept.keys() and all(torch.equal(live[n], kept[n]) for n in kept)
+        self._begun = None if is_kept else live
+
     def restore(self) -> None:
-        """Begin the present step with what was kept."""
-        self._values.restore()
-        self._objects.restore()
-        self._modules.restore()
+        """Begin the present step with what was kept, or with what was there at `begin_here`."""
+        begun = self.kept() if self._begun is None else self._begun
+        self._values.restore(begun[VALUES].tolist())
+        self._objects.restore(begun)
+        if MODULES in begun:
+            self._modules.restore(begun[MODULES].tolist())
 
     def kept(self) -> dict[str, Tensor]:
         """All at the beginning of the present step; valid until the next `keep`."""

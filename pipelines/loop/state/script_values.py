@@ -56,10 +56,10 @@ class ScriptValues:
         """All numbers now."""
         return self._read()
 
-    def restore(self) -> None:
+    def restore(self, numbers: Sequence[float]) -> None:
         """Begin a step again, or in another worker's place, with its numbers."""
         self._refuse_change(len(self._read()))
-        remaining = iter(self.kept)
+        remaining = iter(numbers)
         for group in self._groups():
             group |= _replaced(_hyperparameters(group), remaining)
         for scheduler in self._schedulers:

@@ -1,0 +1,198 @@
+"""What a script counts itself, when a step comes again and when the script begins again."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterable
+from queue import SimpleQueue
+from typing import Any
+
+import pytest
+import torch
+from test_loop import ListEngine, Microbatch, declare, take
+
+from pipelines.loop import Run
+from pipelines.loop.loop import Loop
+from pipelines.loop.state.reached_objects import MOST_PARTS, MOST_REACHED, reached
+from pipelines.loop.step import Position, Step
+
+num_bodies = 0
+names: list[str] = []
+
+
+class Counter:
+    def __init__(self) -> None:
+        self.count, self.total, self.is_new = 0, 0.0, True
+
+
+class Trainer:
+    """As a trainer that holds a scheduler of its own in a list."""
+
+    def __init__(self) -> None:
+        self.parts: list[Any] = [{"counter": Counter()}]
+
+    @property
+    def counter(self) -> Counter:
+        counter: Counter = self.parts[0]["counter"]
+        return counter
+
+    def count(self, step: Step) -> None:
+        global num_bodies
+        for points in step.batches():
+            step.backward(points.sum() * torch.ones((), requires_grad=True))
+        num_bodies += 1
+        self.counter.count += 1
+        self.counter.total += 0.5
+
+
+class Average:
+    """As the meters of a training function, with a window of the latest values."""
+
+    def __init__(self) -> None:
+        self.sum, self.window = torch.zeros(()), deque[float](maxlen=2)
+
+    def update(self, value: float) -> None:
+        self.sum += value
+        self.window.append(value)
+
+
+def train_epoch(
+    steps: Iterable[Step], trainer: Trainer, seen: SimpleQueue[tuple[Any, ...]], losses: list[int]
+) -> None:
+    """Local variables of a function that has the loop over steps, and objects that it makes."""
+    average, history = Average(), {"count": 0, "best": None}
+    num_steps, total, is_new = 0, torch.zeros(()), True
+    for step in steps:
+        with step:
+            trainer.count(step)
+            names.append("body")
+        num_steps += 1  # noqa: SIM113
+        total += step.number
+        losses.append(step.number)
+        average.update(step.number)
+        history["count"] += 1
+        history["best"] = step.number
+        seen.put((step.number, num_steps, float(total), len(losses), is_new, *history.values()))
+        seen.put((float(average.sum), *average.window))
+        is_new = False
+
+
+def test_variables_are_set_back_when_a_step_comes_again() -> None:
+    seen = SimpleQueue[tuple[Any, ...]]()
+    trainer = Trainer()
+
+    def script(run: Run) -> None:
+        declare(run)
+        num_epochs, losses = 0, [0]
+        for _, steps in run.epochs(2, steps_per_epoch=2):
+            num_epochs += 1  # noqa: SIM113
+            train_epoch(steps, trainer, seen, losses)
+            seen.put((num_epochs, trainer.counter.count, num_bodies))
+
+    loop = Loop(script, 0)
+    for number, commits in ((1, False), (1, True), (2, False), (2, True), (3, False), (3, False)):
+        take(loop, number, commits)
+    take(loop, 3)
+    take(loop, 4)
+    first, second = (1, 1, 1.0, 2, True, 1, 1), (2, 2, 3.0, 3, False, 2, 2)
+    third, fourth = (3, 1, 3.0, 4, True, 1, 3), (4, 2, 7.0, 5, False, 2, 4)
+    assert [seen.get_nowait() for _ in range(seen.qsize())] == [
+        *[first, (1.0, 1)] * 2,
+        *[second, (3.0, 1, 2)] * 2,
+        (1, 2, 2),
+        *[third, (3.0, 3)] * 3,
+        *[fourth, (7.0, 3, 4)],
+        (2, 4, 4),
+    ]
+    assert trainer.counter.total == 2.0 and names == ["body"] * 4
+
+
+def test_code_at_the_top_of_an_epoch_is_not_undone() -> None:
+    """A step that comes again begins with what that code has changed. A worker that joins within
+    the epoch has it from the others, although its script runs the code then."""
+    optimizers: list[torch.optim.Optimizer] = []
+
+    def script(run: Run) -> None:
+        _, optimizer, _ = declare(run)
+        optimizers.append(optimizer)
+        kept = {"epochs": 0}
+        run.keep(kept)
+        for _, steps in run.epochs(3, steps_per_epoch=2):
+            kept["epochs"] += 1
+            for group in optimizer.param_groups:
+                group["lr"] *= 0.5
+            for step in steps:
+                with step:
+                    for points in step.batches():
+                        step.backward(points.sum() * torch.ones((), requires_grad=True))
+
+    loop, joining = Loop(script, 0), Loop(script, 0)
+    own, other = optimizers
+    for number, commits, rate in ((1, False, 0.25), (1, True, 0.25), (2, True, 0.125)):
+        take(loop, number, commits)
+        assert own.param_groups[0]["lr"] == rate
+    for number, commits in ((3, False), (3, False), (3, True)):
+        take(loop, number, commits)
+        assert own.param_groups[0]["lr"] == 0.125
+    values = loop.state.kept()
+    joining.begin(4, Position(), lambda: values)
+    joining.await_arrival()
+    assert other.param_groups[0]["lr"] == 0.125
+    assert joining.state.live()["/0/epochs"] == 2
+
+
+def test_what_stands_behind_a_step_needs_not_ask_whether_it_has_committed(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """It prints once, and a variable that the body did not come to set ends no run."""
+
+    def script(run: Run) -> None:
+        declare(run)
+        for step in run.steps(4):
+            with step:
+                for points in step.batches():
+                    step.backward(points.sum() * torch.ones((), requires_grad=True))
+                is_over = True
+            run.print(f"step {step.number}: {is_over}")
+
+    loop = Loop(script, 0)
+    loop.is_first_worker = True
+    with pytest.raises(RuntimeError, match="none is left"):
+        take(loop, 1, engine=_Broken(Microbatch(None, 1)))
+    take(loop, 1, commits=False)
+    take(loop, 1)
+    *_, begun_again, printed = capsys.readouterr().out.splitlines()
+    assert begun_again.startswith("elastic: step 1: the script begins again on this worker")
+    assert printed == "step 1: True"
+
+
+class _Broken(ListEngine):
+    """An engine whose groups break before the first microbatch."""
+
+    def next(self) -> Microbatch:
+        raise RuntimeError("none is left")
+
+
+def test_script_that_begins_again_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+    def script(run: Run) -> None:
+        declare(run)
+        for step in run.steps(4):
+            with step:
+                for points in step.batches():
+                    step.backward(points.sum() * torch.ones((), requires_grad=True))
+
+    loop = Loop(script, 0)
+    loop.restart_script(at=1)
+    assert not capsys.readouterr().out, "it has begun no step"
+    take(loop, 1)
+    loop.restart_script(at=2)
+    line = "elastic: step 2: the script begins again on this worker, so variables that are not part"
+    assert capsys.readouterr().out.startswith(line)
+
+
+def test_the_nearest_objects_of_a_script_are_reached_and_no_more_than_the_most() -> None:
+    near = [[object() for _ in range(MOST_PARTS + 1)] for _ in range(2 * MOST_PARTS)]
+    objects = [*reached(near, 2, lambda _: False)]
+    assert objects[: len(near)] == near and len(objects) == MOST_REACHED
+    alone = [*reached(near[:1], 2, lambda _: False)]
+    assert alone == [near[0], *near[0][:MOST_PARTS]]
