@@ -62,6 +62,8 @@ class Declaration:
     """The dims of a batch that `cp` cuts; see `Recipe.sequence`."""
     experts: Sequence[str] = ()
     """The modules whose experts `ep` deals to ranks; see `Recipe.experts`."""
+    has_epochs: bool = False
+    """Whether the script loops over epochs, and over the steps of each."""
 
     @property
     def model(self) -> nn.Module:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from inspect import currentframe
 from typing import Any
 from weakref import ref
 
+from pipelines.loop.state.counted_iterators import shift_counts
 from pipelines.loop.state.errors import LoopMisused
 from pipelines.loop.step import Step
 
@@ -36,16 +38,21 @@ class EpochSteps:
             raise LoopMisused(f"epoch {self._number}: its steps are iterated twice")
         self._is_begun = True
         step: Step | None = self._latest
-        self._begin((self._latest.number - 1) % self._size == 0)
+        index = self._index_of(self._latest)
+        shift_counts(currentframe(), index)
+        self._begin(index == 0)
         self._latest.seed_draws("before the body")
         while step is not None:
             self._latest = step
-            step.index = (step.number - 1) % self._size
+            step.index = self._index_of(step)
             yield step
             # The iterator belongs to the loop over epochs, which closes it when it is left.
             steps = None if self.is_over else self._steps()
             step = None if steps is None else next(steps, None)
             del steps
+
+    def _index_of(self, step: Step) -> int:
+        return (step.number - 1) % self._size
 
     def __len__(self) -> int:
         """The steps of the whole epoch."""
@@ -79,6 +86,8 @@ def epochs_of(
                 f"epoch {first + index} was left before its last step: iterate over all of its "
                 "steps; to end the run, leave the loop over epochs, or call run.stop()"
             )
+        if epoch is None:
+            shift_counts(currentframe(), index)
         epoch = EpochSteps(first + index, step, steps, size, begin)
         step.seed_draws("before the epoch", number=index * size + 1)
         yield first + index, epoch

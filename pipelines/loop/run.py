@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from functools import partial
 from inspect import currentframe
 from types import FrameType
@@ -223,6 +224,7 @@ class Run:
         counts = StepCounts(num_epochs * size, microbatches, updates_per_batch)
         clipping = _clipping(max_grad_norm, max_grad_value)
         declared = self._declared(counts, clipping, _caller_of(currentframe()))
+        declared = replace(declared, has_epochs=True)
         steps = self._begin(declared)
         return epochs_of(steps, size, num_epochs, first, self.stop, declared.begin_in_epoch)
 

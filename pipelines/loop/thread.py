@@ -19,6 +19,7 @@ from actors.runtime.machine import flush_denormals
 from actors.runtime.substitute_thread import substituted_by
 from pipelines.loop.declaration import Declaration, NotDeclared
 from pipelines.loop.prepared.hidden_groups import hide_groups
+from pipelines.loop.state.counted_iterators import shift_counts
 from pipelines.loop.state.errors import LoopMisused
 from pipelines.loop.step import Engine, Step
 from pipelines.settings.user_code import place_of
@@ -204,6 +205,8 @@ class LoopThread:
         self._next, self._has_begun = turn.step, True
         self._first = turn.step.number if turn.step else None
         state.restore()
+        if turn.step and not declaration.has_epochs:
+            shift_counts(currentframe(), turn.step.number - 1)
         loops: set[Place] = set()
         try:
             while (step := self._next) is not None:

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from queue import SimpleQueue
 from typing import Any
 
 import pytest
 import torch
-from test_loop import ListEngine, Microbatch, declare, take
+from test_loop import MODULE, ListEngine, Microbatch, declare, take
 
 from pipelines.loop import Run
 from pipelines.loop.loop import Loop
@@ -56,17 +56,37 @@ class Average:
         self.window.append(value)
 
 
+def _through_a_bar(steps: Iterable[Step]) -> Iterator[Step]:
+    """As a progress bar."""
+    yield from steps
+
+
+def test_enumerated_steps_have_their_numbers_on_a_worker_that_joins() -> None:
+    def script(run: Run) -> None:
+        declare(run)
+        for number, step in enumerate(_through_a_bar(run.steps(9)), start=1):
+            with step:
+                assert number == step.number
+                for points in step.batches():
+                    step.backward(points.sum() * torch.ones((), requires_grad=True))
+
+    loop = Loop(script, 0)
+    for number, commits in ((5, True), (6, False), (6, True), (7, True)):
+        take(loop, number, commits)
+
+
 def train_epoch(
     steps: Iterable[Step], trainer: Trainer, seen: SimpleQueue[tuple[Any, ...]], losses: list[int]
 ) -> None:
     """Local variables of a function that has the loop over steps, and objects that it makes."""
     average, history = Average(), {"count": 0, "best": None}
     num_steps, total, is_new = 0, torch.zeros(()), True
-    for step in steps:
+    for index, step in enumerate(_through_a_bar(steps)):
         with step:
             trainer.count(step)
             names.append("body")
         num_steps += 1  # noqa: SIM113
+        assert index == num_steps - 1
         total += step.number
         losses.append(step.number)
         average.update(step.number)
@@ -84,8 +104,9 @@ def test_variables_are_set_back_when_a_step_comes_again() -> None:
     def script(run: Run) -> None:
         declare(run)
         num_epochs, losses = 0, [0]
-        for _, steps in run.epochs(2, steps_per_epoch=2):
+        for index, (_, steps) in enumerate(run.epochs(2, steps_per_epoch=2)):
             num_epochs += 1  # noqa: SIM113
+            assert index == num_epochs - 1
             train_epoch(steps, trainer, seen, losses)
             seen.put((num_epochs, trainer.counter.count, num_bodies))
 
@@ -117,12 +138,13 @@ def test_code_at_the_top_of_an_epoch_is_not_undone() -> None:
         optimizers.append(optimizer)
         kept = {"epochs": 0}
         run.keep(kept)
-        for _, steps in run.epochs(3, steps_per_epoch=2):
+        for epoch, (_, steps) in enumerate(run.epochs(3, steps_per_epoch=2)):
             kept["epochs"] += 1
             for group in optimizer.param_groups:
                 group["lr"] *= 0.5
-            for step in steps:
+            for index, step in enumerate(steps):
                 with step:
+                    assert (epoch, index) == divmod(step.number - 1, 2)
                     for points in step.batches():
                         step.backward(points.sum() * torch.ones((), requires_grad=True))
 
@@ -137,6 +159,7 @@ def test_code_at_the_top_of_an_epoch_is_not_undone() -> None:
     values = loop.state.kept()
     joining.begin(4, Position(), lambda: values)
     joining.await_arrival()
+    assert (joining.compute(ListEngine(Microbatch(torch.ones(2), 2)), MODULE))[0].num_tokens == 2
     assert other.param_groups[0]["lr"] == 0.125
     assert joining.state.live()["/0/epochs"] == 2
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from pipelines.loop.state.counted_iterators import shift_counts
 from pipelines.loop.state.frame_locals import read_locals, set_locals
 from pipelines.loop.state.reached_objects import MOST_PARTS, reached
 from pipelines.settings.user_code import is_users
@@ -78,9 +79,10 @@ class ScriptVariables:
         for noted in (self._places, self._tables, self._sizes, self._queues, self._tensors):
             noted.clear()
 
-    @torch.no_grad()
     def restore(self) -> None:
-        """Begin the present step again with what it began with."""
+        """Begin the present step again with what it began with. Called by the script's thread, by
+        the generator of its steps."""
+        shift_counts(_caller_of(currentframe()), -1)
         variables = {place.frame: place.variables for place in self._places}
         for frame in _frames_of_user(currentframe()):
             noted = variables.get(id(frame), {})
@@ -93,9 +95,10 @@ class ScriptVariables:
         for queue, parts in self._queues:
             queue.clear()
             queue.extend(parts)
-        for tensor, value in self._tensors:
-            if not torch.equal(tensor, value):
-                tensor.copy_(value)
+        with torch.no_grad():
+            for tensor, value in self._tensors:
+                if not torch.equal(tensor, value):
+                    tensor.copy_(value)
 
     def _note(self, item: Any) -> None:
         if isinstance(item, list):
@@ -112,6 +115,10 @@ class ScriptVariables:
 
 def _changed(present: dict[str, Any], noted: dict[str, Any]) -> dict[str, Any]:
     return {k: v for k, v in noted.items() if k in present and present[k] is not v}
+
+
+def _caller_of(frame: FrameType | None) -> FrameType | None:
+    return frame.f_back if frame else None
 
 
 def _frames_of_user(frame: FrameType | None) -> Iterator[FrameType]:
