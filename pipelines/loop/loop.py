@@ -52,7 +52,7 @@ class Loop:
         self._seed = seed
         self.device = torch.device("cpu")
         """Of the worker, whose random generator is seeded, too."""
-        self.is_first_worker = False
+        self._is_first_worker = False
         self.called: CalledModels
         self.declaration: Declaration
         self.request: Request | None = None
@@ -83,6 +83,15 @@ class Loop:
         """The same until the next one commits."""
         self._thread: LoopThread
         self._begin()
+
+    @property
+    def is_first_worker(self) -> bool:
+        return self._is_first_worker
+
+    @is_first_worker.setter
+    def is_first_worker(self, is_first: bool) -> None:
+        """Also for a script on its way to the next body: the first worker may just have died."""
+        self._is_first_worker = self.called.at.is_first_worker = is_first
 
     @property
     def is_busy(self) -> bool:
@@ -149,7 +158,6 @@ class Loop:
             self.begun_at = self.begun_at or number
             self._at = self._step(number, position)
             self._resume(Begin(self._at))
-        self.called.at.is_first_worker = self.is_first_worker
 
     def commit(self, number: int, position: Position, is_last: bool, loss: float) -> None:
         """Let the script run from the end of the body of step `number` to that of the next, which

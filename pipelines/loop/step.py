@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Callable, Iterator
 from traceback import clear_frames
 from types import TracebackType
@@ -246,14 +247,14 @@ class Step:
     def reported(self) -> dict[str, float | None]:
         """What all workers have reported with this step so far, averaged as `report` says.
 
-        Read it behind the block, on all workers or on one. Empty if the step has not committed.
-        Raises `LoopMisused` in the block.
+        Read it behind the block, on all workers or on one. All are NaN if the step has not
+        committed. Raises `LoopMisused` in the block.
         """
         if not self._is_over:
             raise self._misused(
                 "`step.reported` is what all workers have reported: read it behind `with step:`"
             )
-        return self.gather_reports() if self.committed else {}
+        return self.gather_reports() if self.committed else defaultdict(lambda: math.nan)
 
     def seed_draws(self, moment: str, number: int | None = None) -> None:
         """Seed the generators of Python, NumPy and torch for what the script draws next outside of

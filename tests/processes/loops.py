@@ -77,9 +77,11 @@ def train(run: Run, num_readers: int = 0) -> None:
     """A loop in which workers die twice, and which records the step numbers that it gets."""
     model, optimizer, scheduler, loader = build_training(num_readers)
     model, optimizer, scheduler, loader = run.prepare(model, optimizer, scheduler, loader)
-    step_numbers: list[int] = []
+    step_numbers = Path(os.environ.get(FOLDER, os.devnull), f"steps-{os.getpid()}")
     for step in run.steps(NUM_STEPS, microbatches=NUM_MICROBATCHES):
-        step_numbers.append(step.number)
+        if FOLDER in os.environ:
+            with open(step_numbers, "a") as file:
+                file.write(f"{step.number} ")
         with step:
             for number, (points, labels) in enumerate(step.batches()):
                 if step.number == KILLED[0] and number == 1:
@@ -90,7 +92,6 @@ def train(run: Run, num_readers: int = 0) -> None:
                 step.backward(loss)
         if step.committed:
             scheduler.step()
-        _note(f"steps-{os.getpid()}", " ".join(map(str, step_numbers)))
 
 
 def train_with_readers(run: Run) -> None:

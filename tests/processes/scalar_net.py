@@ -153,7 +153,7 @@ def train(run: Run) -> None:
                 if step.number == KILLED[1] and number == 1:
                     value.register_hook(lambda gradient, step=step: die_once(step, "backward"))
                 step.backward(value)
-        if step.committed and step.number % 6 == 0:
+        if step.committed and step.number % 8 == 0:
             gates.append(model.layers[0].gate.item())
     saved = {"state": dict(model.state_dict()), "gates": gates}
     torch.save(saved, Path(os.environ[FOLDER]) / "saved.pt")
