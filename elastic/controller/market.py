@@ -22,17 +22,23 @@ With `market.done_by` on-demand machines are used only while the run needs them 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from math import inf
 from statistics import mean, median
 
+from elastic.duties.bandwidth import capacity_now, known_job
 from elastic.duties.membership import (
     drain_for_good,
     num_missing,
     num_within_price,
     start_workers,
 )
+from elastic.geometry.errors import Infeasible
+from elastic.geometry.layout import Layout
+from elastic.planner.layout_choice import plan_layout
 from elastic.planner.market.deadline import Progress
 from elastic.planner.market.exchange import ON_DEMAND, SPOT, Prices, exchange_pays, spot_life_s
+from elastic.planner.models.step_cost import cost_of
 from elastic.protocol.commands import Command, StopWorker
 from elastic.protocol.controller_events import WorkerPlaced
 from elastic.protocol.controller_state import ControllerState
@@ -177,14 +183,22 @@ def _progress(state: ControllerState, now: float) -> Progress | None:
 
 
 def _full_step_s(state: ControllerState) -> float:
-    """The time of a step with all workers, by the microbatches of a data rank; 0 if not known."""
-    layout, num_microbatches = state.steps.measured.layout, state.job.num_microbatches
+    """The time of a step with all workers; 0 if not known."""
+    layout = state.steps.measured.layout
     if layout is None:
         return 0.0
-    num_model_ranks = state.layouts.target.num_model_ranks
-    numbers = [layout.num_workers, state.policy.max_workers]
-    now, full = (-(-num_microbatches // max(1, number // num_model_ranks)) for number in numbers)
-    return state.steps.measured.median_s() * full / now
+    if state.market.speedup is None or state.market.speedup[0] != layout:
+        state.market.speedup = layout, _speedup(state, layout)
+    return state.steps.measured.median_s() / state.market.speedup[1]
+
+
+def _speedup(state: ControllerState, layout: Layout) -> float:
+    job, capacity = known_job(state), capacity_now(state)
+    whole = replace(capacity, num_workers=max(capacity.num_workers, state.policy.max_workers))
+    choice = plan_layout(layout, whole, state.layouts.target, job, snapshots_cover=True)
+    if isinstance(choice, Infeasible):
+        return 1.0
+    return cost_of(layout, job, capacity) / cost_of(choice.layout, job, whole)
 
 
 def _leave_on_demand(state: ControllerState, progress: Progress) -> list[Command]:

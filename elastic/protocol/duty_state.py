@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from elastic.geometry.layout import Layout
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.topology import Place
 from elastic.planner.checkpoint_interval import CheckpointCosts
@@ -257,6 +258,7 @@ class MarketDuty(Duty):
     is_behind: bool = False  # and needs on-demand machines to be done in time
     has_slack: bool = True
     num_withheld: int = 0  # missing workers that `market.max_price_per_hour` forbids
+    speedup: tuple[Layout, float] | None = None  # of a step with all workers over this layout
 
 
 @dataclass(slots=True)
