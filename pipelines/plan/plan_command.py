@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -74,7 +74,7 @@ def plan_recipe(request: PlanRequest, console: Console) -> int:
     counts = parse_worker_counts(request.workers)
     layouts = _parse_layouts(request.layouts)
     devices = find_devices(request.device)
-    prices = {name.casefold(): p for name, p in parse_prices(request.prices).items()}
+    prices = _prices_of(request, devices)
     program = planned_program(request.recipe, request.changes)
     figures = figures_of(request, program, on_gpu=all(device.name != "cpu" for device in devices))
     if request.measured:
@@ -89,6 +89,18 @@ def plan_recipe(request: PlanRequest, console: Console) -> int:
         for note in figures.notes:
             console.print(f"note: {note}", highlight=False)
     return 0 if any(ranking.best for _, ranking in results) else 1
+
+
+def _prices_of(request: PlanRequest, devices: Sequence[DeviceSpec]) -> dict[str, float]:
+    """The price of an hour by device. Raises `UserError` for one that is not planned."""
+    prices = {name.casefold(): p for name, p in parse_prices(request.prices).items()}
+    known = {device.name.casefold() for device in devices}
+    if unknown := prices.keys() - known - {""}:
+        raise UserError(
+            f"--price {min(unknown)}=...: no such device is planned; name one of "
+            f"{', '.join(device.name for device in devices)}"
+        )
+    return prices
 
 
 def figures_of(request: PlanRequest, program: TrainingProgram, on_gpu: bool) -> JobFigures:

@@ -91,6 +91,7 @@ def test_exit_code_is_1_where_nothing_fits(plan) -> None:
         (("tiny", "--device", "L4", "--device-memory", "-1"), "--device-memory"),
         (("tiny", "--device", "L4", "--efficiency", "2"), "--efficiency"),
         (("tiny", "--device", "L4", "--price", "dear"), "--price"),
+        (("tiny", "--device", "L4", "--price", "A10=2"), "--price a10=...: no such device is"),
         (("tiny", "--device", "L4", "--set", "dtype=float64"), "float64"),
         (("tinny",), "tinny"),
     ],
