@@ -75,7 +75,7 @@ class MeasuringProcesses:
     def __init__(self, world_rank: int, num_processes: int, folder: Path) -> None:
         self.world_rank, self.num_processes = world_rank, num_processes
         self.file = dist.FileStore(str(folder / "store"), num_processes)
-        self.number = 0
+        self.number = self.num_exchanges = 0
 
     def meet(self) -> None:
         """Wait until all processes are here."""
@@ -83,6 +83,16 @@ class MeasuringProcesses:
         store = dist.PrefixStore(f"meet {self.number}", self.file)
         store.set(str(self.world_rank), "here")
         store.wait([str(rank) for rank in range(self.num_processes)], TIMEOUT)
+
+    def slowest(self, times_s: list[float], num_processes: int) -> list[float]:
+        """Element by element, the most of the first processes, each of which calls this."""
+        self.num_exchanges += 1
+        store = dist.PrefixStore(f"times {self.num_exchanges}", self.file)
+        store.set(str(self.world_rank), json.dumps(times_s))
+        ranks = range(num_processes)
+        store.wait([str(rank) for rank in ranks], TIMEOUT)
+        by_rank = [json.loads(store.get(str(rank))) for rank in ranks]
+        return [max(each) for each in zip(*by_rank, strict=True)]
 
     @contextmanager
     def world(self, num_ranks: int, device: torch.device) -> Iterator[bool]:
@@ -181,7 +191,13 @@ def measure_model(
         num_devices = len(os.sched_getaffinity(0))
         flush_denormals()
     if processes.world_rank < num_devices:
-        times = time_facts(program.workload, program.settings, program.device, layouts)
+        times = time_facts(
+            program.workload,
+            program.settings,
+            program.device,
+            layouts,
+            lambda times_s: processes.slowest(times_s, min(num_devices, processes.num_processes)),
+        )
     processes.meet()
     return times
 

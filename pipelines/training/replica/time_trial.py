@@ -107,16 +107,17 @@ def time_facts(
     settings: TrainSettings,
     device: torch.device,
     model_layouts: Iterable[Layout] = (),
-    together: Callable[[], None] = lambda: None,
+    slowest: Callable[[list[float]], list[float]] = list,
 ) -> TimeFacts:
     """The trials of a model: whole, sharded at each ZeRO stage, and cut by these model layouts.
 
-    `together` is called before each step; it may wait for other workers of the machine, which
-    compete with this one for its memory and caches as they do in training. Raises what a module
-    raises that cannot be cut so. The process must have no groups, and treat subnormal numbers as a
-    worker does (`flush_denormals`).
+    Other workers of the machine may do the same meanwhile, and compete with this one for its memory
+    and caches as they do in training. Then `slowest` returns, of the seconds of each step, the most
+    of all workers, since a step waits for the slowest. Raises what a module raises that cannot be
+    cut so. The process must have no groups, and treat subnormal numbers as a worker does
+    (`flush_denormals`).
     """
-    trial = _TimedReplicas(workload, settings, device, together)
+    trial = _TimedReplicas(workload, settings, device, slowest)
     shares = PassShares()
     trials = [trial.run(Layout(dp=2))]
     if trial.clock is not None:
@@ -133,10 +134,10 @@ class _TimedReplicas:
         workload: Workload,
         settings: TrainSettings,
         device: torch.device,
-        together: Callable[[], None],
+        slowest: Callable[[list[float]], list[float]],
     ) -> None:
         self.workload, self.settings = workload, settings
-        self.device, self.together = device, together
+        self.device, self.slowest = device, slowest
         self.merges = settings.may_merge
         self.clock: _PassClock | None = None
         """Of the first layout."""
@@ -169,10 +170,7 @@ class _TimedReplicas:
         merged: int,
         collectives: _Collectives | None = None,
     ) -> float:
-        """The seconds of a step with these passes, of these microbatches each.
-
-        The fastest counts: a process that waits for a processor says nothing of the model.
-        """
+        """The median seconds of a step with these passes, of these microbatches each."""
         size = self.settings.microbatch
         changes = {
             "batch": num_passes * merged * layout.num_data_ranks * size,
@@ -189,7 +187,7 @@ class _TimedReplicas:
                 with collectives:
                     replica.compute(NUM_STEPS + 1, _never)
             self.merges = self.merges and replica.passes.agree_on_size() == merged
-            return min(times_s[NUM_FIRST:])
+            return median(self.slowest(times_s[NUM_FIRST:]))
 
     def _replica(self, settings: TrainSettings, groups: Groups) -> ShardedReplica:
         replica = ShardedReplica(self.workload, settings, groups)
@@ -203,7 +201,6 @@ class _TimedReplicas:
         return replica
 
     def _step(self, replica: ShardedReplica, step: int) -> float:
-        self.together()
         began = time.perf_counter()
         replica.compute(step, _never).tolist()
         replica.apply(step, Vote(1, 1.0, 1, 1.0, 1))
