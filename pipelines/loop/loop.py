@@ -32,6 +32,7 @@ from pipelines.loop.thread import (
     Request,
 )
 from pipelines.reading.pass_reader import seed_host
+from pipelines.settings.user_code import describe, place_of
 from pipelines.training.custom.modules.custom_module import seeded
 from pipelines.training.workload.workload import LossSums, nothing
 
@@ -103,15 +104,16 @@ class Loop:
         """Whether the script has raised an exception."""
         return self._thread.has_failed
 
-    def restart_script(self, at: int | None = None) -> None:
+    def restart_script(self, at: int | None = None, cause: BaseException | None = None) -> None:
         """Abandon the running script, and run it up to its first step again.
 
         If it has begun steps, say that it goes on `at` this one with the values of step 0.
         """
         if at is not None and self.begun_at is not None:
+            why = f" ({place_of(cause)}{describe(cause)})" if cause else ""
             print(
-                f"elastic: step {at}: the script begins again on this worker, so variables that "
-                "are not part of the run's state have their first values",
+                f"elastic: step {at}: the script begins again on this worker{why}, so variables "
+                "that are not part of the run's state have their first values",
                 flush=True,
             )
         self._abandon()
@@ -184,10 +186,10 @@ class Loop:
             return True
         try:
             arrival = thread.arrival(limit_s)
-        except Exception:
+        except Exception as error:
             if not self._is_repeat:
                 raise
-            self._begin_again()
+            self._begin_again(error)
             return False
         if arrival is None or thread is not self._thread:
             return False
@@ -202,10 +204,10 @@ class Loop:
             self.left_after = self._before
         return True
 
-    def _begin_again(self) -> None:
+    def _begin_again(self, cause: BaseException | None = None) -> None:
         kept, number = self.state.kept(), self.number
         position = self._at.position if self._at else Position()
-        self.restart_script(at=number)
+        self.restart_script(number, cause)
         self.begin(number, position, lambda: kept)
 
     def is_at(self, committed_step: int | None) -> bool:

@@ -58,10 +58,13 @@ class Run:
         models: CalledModels,
         evaluate: Callable[[], Evaluation],
         gather_optimizer: Callable[[], Mapping[str, Tensor]] = dict,
+        prints_early: bool = False,
     ) -> None:
         """`begin` starts the steps of a declaration; `models` receive the calls of those that are
         prepared; `evaluate` evaluates on all workers, and `gather_optimizer` gathers the whole
-        optimizer state by its names in the run."""
+        optimizer state by its names in the run. `prints_early`: what the script prints in front of
+        its loop appears here."""
+        self._prints_early = prints_early
         self._begin = begin
         self._models, self._at = models, models.at
         self._evaluate, self._gather_optimizer = evaluate, gather_optimizer
@@ -230,7 +233,13 @@ class Run:
 
     @property
     def is_first_worker(self) -> bool:
-        """True on exactly one worker in the loop, as `step.is_first_worker`."""
+        """True on exactly one worker, as `step.is_first_worker`. Raises `LoopMisused` in front of
+        the loop, which each process runs that takes part."""
+        if self._at.is_early:
+            raise LoopMisused(
+                "run.is_first_worker: in front of the loop no worker is the first yet, and the "
+                "command runs that code, too: write a file in the loop, at `step.number == 1`"
+            )
         return self._at.is_first_worker
 
     def stop(self) -> None:
@@ -238,12 +247,14 @@ class Run:
         self._at.is_stopped = True
 
     def print(self, *values: Any, **keywords: Any) -> None:
-        """Print as Python's `print` does, but within the loop on one worker only, and nothing
-        behind a step that comes again; see `elastic logs`. It may take its place, as in
-        `builtins.print = run.print`."""
-        step = self._at.behind
-        is_repeated = self._at.is_own and step is not None and not step.committed
-        if (self._at.is_first_worker or not self._at.is_own) and not is_repeated:
+        """Print as Python's `print` does, but once: in the loop on one worker, see `elastic logs`,
+        and in front of it in the command; between two steps nothing that has been printed before
+        the second came again. It may take its place, as in `builtins.print = run.print`."""
+        at, step = self._at, self._at.behind
+        is_again = at.is_again if step is None else not step.committed
+        is_repeated = at.moment is Moment.BETWEEN_STEPS and is_again
+        is_here = self._prints_early if at.is_early else at.is_first_worker or not at.is_own
+        if is_here and not is_repeated:
             _print(*values, **{"flush": True, **keywords})
 
     def _split_batches(self, microbatches: int) -> None:

@@ -63,7 +63,7 @@ def script_of(function: Callable[[Run], None]) -> Script:
     """
     try:
         with seeded(TrainSettings().seed):
-            run = Run(_declare, CalledModels(), lambda: Evaluation(None))
+            run = Run(_declare, CalledModels(), lambda: Evaluation(None), prints_early=True)
             with_file_models(function)(run)
     except _Declared as declared:
         return Script(function, settings_of(declared.declaration))

@@ -222,8 +222,9 @@ class LoopThread:
                     variables.restore()
                     state.restore()
                     at.drop_changes()
-                    at.is_stopped = False
+                    at.is_stopped, at.is_again = False, True
                     continue
+                at.is_again = False
                 state.keep(at.keep_changes())
                 _report(declaration.carried.changed(), at.is_first_worker)
                 if at.is_stopped:

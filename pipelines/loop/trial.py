@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import os
-from contextlib import ExitStack, redirect_stdout
+from contextlib import ExitStack
 from copy import deepcopy
 from typing import Any
 
@@ -19,6 +18,7 @@ from pipelines.loop.state.errors import LoopMisused
 from pipelines.loop.state.microbatch_state import MicrobatchStates
 from pipelines.loop.step import Position
 from pipelines.loop.thread import Request
+from pipelines.settings.user_code import prints_dropped
 from pipelines.training.attention.cut_sequences import (
     COMPUTED_AGAIN,
     AttentionRefused,
@@ -52,8 +52,7 @@ def try_body(loop: Loop, workload: CustomWorkload, compares: bool = True) -> str
     if parameter_bytes(loop.declaration.model) > MAX_BYTES:
         return None
     module = in_dtypes(workload.recipe.model(), workload.recipe)
-    # What the body prints belongs to the workers' logs.
-    with seeded(workload.settings.seed), open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+    with seeded(workload.settings.seed), prints_dropped():
         _bring_to_body(loop, workload)
         if loop.left_after is not None:
             return None
@@ -89,7 +88,7 @@ def _why_no_cp(loop: Loop, workload: CustomWorkload) -> str | None:
     recipe, settings = workload.recipe, workload.settings
     module = in_dtypes(recipe.model(), recipe)
     try:
-        with seeded(settings.seed), open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        with seeded(settings.seed), prints_dropped():
             engine = _HalvesEngine(workload, module)
             loop.restart_script()
             _bring_to_body(loop, workload)

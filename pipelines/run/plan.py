@@ -71,7 +71,7 @@ from pipelines.settings.home import expand_home
 from pipelines.settings.overrides import Given, differing_training_settings, first_problem, override
 from pipelines.settings.recipe import Recipe
 from pipelines.settings.script_file import refuse_in_file, shipped
-from pipelines.settings.user_code import user_code_errors
+from pipelines.settings.user_code import prints_dropped, user_code_errors
 
 STREAM = "stream"
 """The folder of a run for the positions of streams and the indexes of data."""
@@ -157,7 +157,7 @@ def make_plan(request: TrainRequest, num_gpus: int, on_cluster: bool = False) ->
     data_cache = request.data_cache or named_storage(request.storage).at("data").url
     factory = _program(settings, custom, data_cache, folder.files.at(STREAM).url)
     named = user_code_errors(f"recipe {name_of(request.recipe)}")
-    with named if custom is not None else nullcontext():
+    with named if custom is not None else nullcontext(), prints_dropped():
         program = TrainingProgram(**{**factory.kwargs, "device": "cpu"})
         notes: tuple[str, ...] = ()
         if custom is not None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import re
 import sysconfig
 import traceback
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from functools import cache
 from inspect import currentframe
 from pathlib import Path
@@ -38,6 +39,13 @@ _INSTALLED = tuple(
     f"{sysconfig.get_path(kind)}/" for kind in ("stdlib", "platstdlib", "purelib", "platlib")
 )
 """Folders of Python and of installed packages."""
+
+
+@contextmanager
+def prints_dropped() -> Iterator[None]:
+    """Drop what the user's code prints: it runs again, or its output belongs to the workers' logs."""
+    with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
+        yield
 
 
 @contextmanager

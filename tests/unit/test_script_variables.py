@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections import deque
+import gc
+from collections import defaultdict, deque
 from collections.abc import Iterable, Iterator
 from queue import SimpleQueue
 from typing import Any
@@ -71,8 +72,12 @@ def test_enumerated_steps_have_their_numbers_on_a_worker_that_joins() -> None:
                     step.backward(points.sum() * torch.ones((), requires_grad=True))
 
     loop = Loop(script, 0)
-    for number, commits in ((5, True), (6, False), (6, True), (7, True)):
-        take(loop, number, commits)
+    gc.freeze()  # as a worker does after its warm-up
+    try:
+        for number, commits in ((5, True), (6, False), (6, True), (7, True)):
+            take(loop, number, commits)
+    finally:
+        gc.unfreeze()
 
 
 def train_epoch(
@@ -80,6 +85,7 @@ def train_epoch(
 ) -> None:
     """Local variables of a function that has the loop over steps, and objects that it makes."""
     average, history = Average(), {"count": 0, "best": None}
+    meters = defaultdict[str, Average](Average)
     num_steps, total, is_new = 0, torch.zeros(()), True
     for index, step in enumerate(_through_a_bar(steps)):
         with step:
@@ -90,6 +96,8 @@ def train_epoch(
         total += step.number
         losses.append(step.number)
         average.update(step.number)
+        meters["number"].update(step.number)
+        assert meters["number"].window == average.window
         history["count"] += 1
         history["best"] = step.number
         seen.put((step.number, num_steps, float(total), len(losses), is_new, *history.values()))

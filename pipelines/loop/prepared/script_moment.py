@@ -82,6 +82,8 @@ class ScriptMoment:
         self.is_stale = True
         self.is_stepped = False
         """Whether the script has stepped an optimizer in this step."""
+        self.is_again = False
+        """Whether the script has begun the present step before."""
         self.behind: OpenStep | None = None
         """The step behind whose block the script is: what it changes in its models there is kept,
         if the step has committed."""
@@ -112,6 +114,11 @@ class ScriptMoment:
     def is_own(self) -> bool:
         """Whether the script itself runs its loop on the calling thread."""
         return self.is_training and self._is_script()
+
+    @property
+    def is_early(self) -> bool:
+        """Whether the script runs in front of its loop, on the calling thread."""
+        return not self.is_training and self._is_script()
 
     def enter(self, step: OpenStep) -> None:
         """Enter a step. Raises `LoopMisused` if the script has changed a declared model since

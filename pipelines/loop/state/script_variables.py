@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections import deque
+from collections import Counter, OrderedDict, defaultdict, deque
 from collections.abc import Iterator
 from inspect import currentframe
 from itertools import islice
@@ -26,6 +26,7 @@ MOST_OBJECTS = 300
 MOST_LOCAL = 128
 """So many objects are looked at in each step; the first of those that were made before the loop,
 and of those that local variables have now. Those near the variables come first."""
+CONTAINERS = (dict, defaultdict, OrderedDict, Counter, deque)
 PLAIN = (int, float, str, type(None), np.number)
 
 
@@ -37,7 +38,7 @@ class NotedFrame(NamedTuple):
 
 
 class ScriptVariables:
-    """Numbers, flags and texts of a script, and the lists that it appends to.
+    """Numbers, flags and texts of a script, and the lists and dictionaries that it adds to.
 
     They are the local variables of the functions that its loop is in, its global variables, items
     of dictionaries and attributes of objects of its own classes. The body of a step that fails has
@@ -55,7 +56,8 @@ class ScriptVariables:
             found = filter(_holds, reached(values, DEPTH, _is_of_user))
             self._early = [*islice(found, MOST_OBJECTS)]
         self._places: list[NotedFrame] = []
-        self._tables: list[tuple[dict[str, Any], dict[str, Any]]] = []
+        self._tables: list[tuple[dict[str, Any], set[str], dict[str, Any]]] = []
+        """What holds variables, their names, and the values to which they are set back."""
         self._sizes: list[tuple[list[Any], int]] = []
         self._queues: list[tuple[deque[Any], tuple[Any, ...]]] = []
         self._tensors: list[tuple[Tensor, Tensor]] = []
@@ -88,8 +90,10 @@ class ScriptVariables:
             noted = variables.get(id(frame), {})
             if changed := _changed(read_locals(frame), noted):
                 set_locals(frame, changed)
-        for table, noted in self._tables:
+        for table, names, noted in self._tables:
             table.update(_changed(table, noted))
+            for name in [] if table is self._globals else table.keys() - names:
+                del table[name]
         for items, size in self._sizes:
             del items[size:]
         for queue, parts in self._queues:
@@ -110,7 +114,7 @@ class ScriptVariables:
         else:
             table = item if isinstance(item, dict) else vars(item)
             noted = {name: value for name, value in table.items() if _is_noted(value)}
-            self._tables.append((table, noted))
+            self._tables.append((table, {*table}, noted))
 
 
 def _changed(present: dict[str, Any], noted: dict[str, Any]) -> dict[str, Any]:
@@ -138,9 +142,9 @@ def _holds(value: Any) -> bool:
     """Whether a script may count in it."""
     match value:
         case list():
-            return True
-        case dict() | deque():
-            return len(value) <= MOST_PARTS
+            return type(value) is list
+        case dict() | deque():  # a subclass may refuse changes
+            return type(value) in CONTAINERS and len(value) <= MOST_PARTS
         case Tensor():
             return _is_sum(value)
     return _is_of_user(value)
