@@ -43,7 +43,7 @@ _INSTALLED = tuple(
 
 @contextmanager
 def prints_dropped() -> Iterator[None]:
-    """Drop what the user's code prints: it runs again, or its output belongs to the workers' logs."""
+    """Drop what a user prints in code that runs again, or whose output belongs to workers."""
     with open(os.devnull, "w") as nowhere, redirect_stdout(nowhere):
         yield
 
