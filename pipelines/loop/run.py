@@ -293,7 +293,7 @@ class Run:
             counts,
             CarriedState(script, self._known(), self._kept.objects),
             self._states,
-            ScriptVariables(script),
+            ScriptVariables(script, self._known()),
             self._evaluation,
             *self._plans.joined(len(models)),
             self._sequence,

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Iterator
 from queue import SimpleQueue
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from test_loop import MODULE, ListEngine, Microbatch, declare, take
@@ -85,12 +86,16 @@ def train_epoch(
 ) -> None:
     """Local variables of a function that has the loop over steps, and objects that it makes."""
     average, history = Average(), {"count": 0, "best": None}
+    matrix, counts = torch.zeros(10, 10), np.zeros(10)
     meters = defaultdict[str, Average](Average)
     num_steps, total, is_new = 0, torch.zeros(()), True
     for index, step in enumerate(_through_a_bar(steps)):
         with step:
             trainer.count(step)
             names.append("body")
+        matrix[0, 1] += 1
+        counts[1] += 1
+        assert matrix.sum() == counts.sum() == index + 1
         num_steps += 1  # noqa: SIM113
         assert index == num_steps - 1
         total += step.number

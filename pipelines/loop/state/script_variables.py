@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter, OrderedDict, defaultdict, deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from inspect import currentframe
 from itertools import islice
 from types import FrameType
@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
@@ -27,6 +28,8 @@ MOST_LOCAL = 128
 """So many objects are looked at in each step; the first of those that were made before the loop,
 and of those that local variables have now. Those near the variables come first."""
 CONTAINERS = (dict, defaultdict, OrderedDict, Counter, deque)
+MOST_SUMS = 128
+"""Larger tensors and arrays are not set back."""
 PLAIN = (int, float, str, type(None), np.number)
 
 
@@ -45,8 +48,10 @@ class ScriptVariables:
     counted, and counts once more when the step comes again.
     """
 
-    def __init__(self, script: FrameType | None) -> None:
-        """`script` is the frame of the script's function, in front of its loop."""
+    def __init__(self, script: FrameType | None, known: Iterable[Any] = ()) -> None:
+        """`script` is the frame of the script's function, in front of its loop. The run itself
+        takes care of what is `known`, such as the buffers of the models."""
+        self._known = {id(item) for item in known}
         self._globals: dict[str, Any] = {}
         self._early: list[Any] = []
         """What was made before the loop."""
@@ -61,6 +66,7 @@ class ScriptVariables:
         self._sizes: list[tuple[list[Any], int]] = []
         self._queues: list[tuple[deque[Any], tuple[Any, ...]]] = []
         self._tensors: list[tuple[Tensor, Tensor]] = []
+        self._arrays: list[tuple[NDArray[Any], NDArray[Any]]] = []
 
     def note(self) -> None:
         """The present step begins with what there is now. Called by the script's thread."""
@@ -74,11 +80,13 @@ class ScriptVariables:
             del variables
         found = reached(values, DEPTH, _is_of_user, MOST_LOCAL)
         held = [self._globals, *self._early, *filter(_holds, found)]
-        for item in {id(item): item for item in held}.values():
-            self._note(item)
+        for key, item in {id(item): item for item in held}.items():
+            if key not in self._known:
+                self._note(item)
 
     def forget(self) -> None:
-        for noted in (self._places, self._tables, self._sizes, self._queues, self._tensors):
+        self._places.clear()
+        for noted in (self._tables, self._sizes, self._queues, self._tensors, self._arrays):
             noted.clear()
 
     def restore(self) -> None:
@@ -101,8 +109,11 @@ class ScriptVariables:
             queue.extend(parts)
         with torch.no_grad():
             for tensor, value in self._tensors:
-                if not torch.equal(tensor, value):
+                if tensor.shape == value.shape and not torch.equal(tensor, value):
                     tensor.copy_(value)
+        for array, values in self._arrays:
+            if array.shape == values.shape:
+                array[...] = values
 
     def _note(self, item: Any) -> None:
         if isinstance(item, list):
@@ -111,6 +122,8 @@ class ScriptVariables:
             self._queues.append((item, (*item,)))
         elif isinstance(item, Tensor):
             self._tensors.append((item, item.clone()))
+        elif isinstance(item, np.ndarray):
+            self._arrays.append((item, item.copy()))
         else:
             table = item if isinstance(item, dict) else vars(item)
             noted = {name: value for name, value in table.items() if _is_noted(value)}
@@ -135,7 +148,7 @@ def _frames_of_user(frame: FrameType | None) -> Iterator[FrameType]:
 def _is_noted(value: Any) -> bool:
     """Whether a variable is set back to this value: it is small, and does not change itself, or as
     a tensor is set back, too."""
-    return isinstance(value, PLAIN) or (isinstance(value, Tensor) and _is_sum(value))
+    return isinstance(value, PLAIN) or _is_sum(value)
 
 
 def _holds(value: Any) -> bool:
@@ -145,15 +158,16 @@ def _holds(value: Any) -> bool:
             return type(value) is list
         case dict() | deque():  # a subclass may refuse changes
             return type(value) in CONTAINERS and len(value) <= MOST_PARTS
-        case Tensor():
-            return _is_sum(value)
-    return _is_of_user(value)
+    return _is_sum(value) or _is_of_user(value)
 
 
-def _is_sum(value: Tensor) -> bool:
-    """Whether it may be a sum to which the script adds in place, such as that of losses."""
-    is_plain = type(value) is Tensor and value.numel() == 1
-    return is_plain and not value.requires_grad and not value.is_inference()
+def _is_sum(value: Any) -> bool:
+    """Whether it may be a sum to which the script adds in place, or a table of some, such as a
+    confusion matrix."""
+    if type(value) is np.ndarray:
+        return value.size <= MOST_SUMS and value.flags.writeable
+    is_small = type(value) is Tensor and value.numel() <= MOST_SUMS
+    return is_small and not value.requires_grad and not value.is_inference()
 
 
 def _is_of_user(value: Any) -> bool:
