@@ -72,13 +72,13 @@ def main(run):
     optimizer = torch.optim.AdamW(model.parameters(), lr=5e-3)
     held_out = Sentences(NUM_TRAINED, NUM_HELD_OUT)
     trained = Sentences(0, NUM_TRAINED)
-    loader = DataLoader(trained, batch_size=8, shuffle=True, collate_fn=padded)
-    num_steps = len(loader) // 4
+    loader = DataLoader(trained, batch_size=32, shuffle=True, collate_fn=padded)
+    num_steps = len(loader)
     scheduler = get_scheduler("linear", optimizer, 5, NUM_EPOCHS * num_steps)
     model.train()
     model, optimizer, scheduler, loader = run.prepare(model, optimizer, scheduler, loader)
     run.evaluation(held_out, losses, accuracy=accuracy)
-    for step in run.steps(NUM_EPOCHS * num_steps, microbatches=4, max_grad_norm=1.0):
+    for step in run.steps(NUM_EPOCHS * num_steps, 4, max_grad_norm=1.0, split_batches=True):
         with step:
             for batch in step.batches():
                 step.backward(losses(model, batch))

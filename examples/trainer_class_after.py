@@ -75,7 +75,7 @@ class Trainer:
         prepared = run.prepare(self.model, self.optimizer, self.scheduler, self.loader)
         self.model, self.optimizer, self.scheduler, self.loader = prepared
         self.notify("on_fit_begin")
-        for step in run.steps(num_steps, microbatches=6, max_grad_norm=1.0):
+        for step in run.steps(num_steps, 6, max_grad_norm=1.0, split_batches=True):
             with step:
                 for points, labels in step.batches():
                     self.loss = self.criterion(self.model(points), labels)
@@ -94,7 +94,7 @@ def main(run):
     model = nn.Sequential(nn.Linear(2, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
     scheduler = torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.02, total_steps=NUM_STEPS + 1)
-    loader = DataLoader(moons(480, seed=1), batch_size=8, shuffle=True)
+    loader = DataLoader(moons(480, seed=1), batch_size=48, shuffle=True)
     callbacks = [PrintLoss(), BestCheckpoint("best.pt", every=12)]
     trainer = Trainer(model, optimizer, scheduler, loader, moons(200, seed=2), callbacks)
     trainer.fit(run, NUM_STEPS)
