@@ -23,6 +23,10 @@ class Bandwidths:
 UNKNOWN = Bandwidths()
 
 
+STATE_MARGIN = 1.2
+"""The margin of the memory model where activations are not known, for these and the allocator."""
+
+
 @dataclass(frozen=True, slots=True)
 class PassMemory:
     """The bytes of activations of one microbatch under a degree of `tp`, from a trial.
@@ -213,7 +217,7 @@ class Job:
     param_bytes: int = 0
     expert_state_bytes: int = 0
     expert_param_bytes: int = 0
-    margin: float = 1.2
+    margin: float = STATE_MARGIN
     steps: int = 0
     checkpoint_every: int = 0
     limits: Limits = field(default_factory=Limits)

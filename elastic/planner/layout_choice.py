@@ -21,6 +21,10 @@ Within a tier, the planner prefers in this order:
 While no snapshot covers the state, the planner takes a single replica only if two do not fit,
 because a single loss would cost steps. A target layout that is impossible even with all workers,
 whatever their memory, is a user error and is refused.
+
+Where activations are predicted, layouts that then fit are preferred. But a prediction refuses
+nothing that may fit: the target's own data axes, and layouts if no other is left, need room for the
+state alone, until a worker has run out of memory.
 """
 
 from __future__ import annotations
@@ -35,7 +39,7 @@ from elastic.geometry.layout import Layout
 from elastic.geometry.target_layout import TargetLayout
 from elastic.geometry.training_job import Capacity, Job
 from elastic.planner.candidates import Candidates, lowered, raised, refused_shape, unusable
-from elastic.planner.models.memory_model import fits, too_big
+from elastic.planner.models.memory_model import by_state, fits, too_big
 from elastic.planner.models.step_cost import step_cost
 
 STEP_TOLERANCE = 1.05 + 1e-9
@@ -70,9 +74,10 @@ def plan_layout(
     user_error = _user_error(target_layout, job, capacity)
     if user_error:
         return Infeasible(user_error)
-    refusals = []
+    refusals: list[str] = []
+    state_only = by_state(job)
     if target_layout.data_axes:
-        refusal = _refused_target(target_layout, job, capacity, *target_layout.data_axes)
+        refusal = _refused_target(target_layout, state_only, capacity, *target_layout.data_axes)
         if refusal is None:
             dp, fsdp = target_layout.data_axes
             layout = target_layout.layout(dp, fsdp)
@@ -80,13 +85,14 @@ def plan_layout(
             step_s = step_cost(target_layout, job, capacity)(dp, fsdp) if job.microbatch_s else 0.0
             return LayoutChoice(layout, reason, step_s=step_s)
         refusals.append(refusal)
-    for candidates in _tiers(target_layout, job, capacity):
-        refusals += candidates.refusals
-        if candidates.pairs:
-            with_costs = _with_costs(candidates, job, capacity)
-            has_seconds = job.microbatch_s > 0
-            return _choose(with_costs, refusals, previous, capacity, snapshots_cover, has_seconds)
-    return Infeasible(_nothing_fits(target_layout, job, capacity, refusals[0]))
+    for known in [job] if state_only is job else [job, state_only]:
+        for candidates in _tiers(target_layout, known, capacity):
+            refusals += candidates.refusals
+            if candidates.pairs:
+                costs = _with_costs(candidates, job, capacity)
+                has_seconds = job.microbatch_s > 0
+                return _choose(costs, refusals, previous, capacity, snapshots_cover, has_seconds)
+    return Infeasible(_nothing_fits(target_layout, state_only, capacity, refusals[0]))
 
 
 def _user_error(target_layout: TargetLayout, job: Job, capacity: Capacity) -> str | None:

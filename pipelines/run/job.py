@@ -7,15 +7,13 @@ from dataclasses import replace
 
 from actors.runtime.code_digest import digest_of_program
 from elastic.geometry.tensor_specs import TensorSpec
-from elastic.geometry.training_job import Job, MemoryFacts
+from elastic.geometry.training_job import STATE_MARGIN, Job, MemoryFacts
 from pipelines.run.program import TrainingProgram
 from pipelines.settings import TrainSettings
 from pipelines.settings.bounds import SEVERAL_STAGES
 from pipelines.training.replica.model_bytes import memory_facts
 from pipelines.training.workload.parallel_groups import ALONE
 
-MARGIN = 1.2
-"""The margin of the memory model for activations, if they are not known, and the allocator."""
 KNOWN_MARGIN = 1.08
 """The margin for the allocator: its blocks are larger than the tensors and not always adjacent."""
 
@@ -64,7 +62,7 @@ def job_of(
         updates_per_batch=settings.updates_per_batch,
         num_eval_samples=num_eval_samples if settings.eval_every else 0,
         memory=memory,
-        margin=KNOWN_MARGIN if memory.passes else MARGIN,
+        margin=KNOWN_MARGIN if memory.passes else STATE_MARGIN,
     )
 
 

@@ -163,7 +163,8 @@ def make_plan(request: TrainRequest, num_gpus: int, on_cluster: bool = False) ->
         if custom is not None:
             knows_device = settings.accelerator == "cpu" or not (num_gpus or on_cluster)
             notes = refuse_unfit_recipe(program, request.tries_script and knows_device)
-        job = job_of(settings, program)
+        on_gpus = num_gpus or settings.accelerator not in ("auto", "cpu")
+        job = job_of(settings, program, [target_layout.tp] if on_gpus else (), on_gpu=True)
         _refuse_impossible_layout(policy, target_layout, job)
         recipe = _recipe(request, policy, factory, program)
         recipe |= identity(custom, program) if custom is not None else {}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,6 +12,7 @@ from elastic.geometry.regions import Region
 from elastic.planner.models.worker_memory import worker_memory
 from elastic.protocol.votes import Vote
 from pipelines.run.job import job_of
+from pipelines.run.plan import TrainRequest, make_plan
 from pipelines.run.program import TrainingProgram
 from pipelines.run.recipes import tiny
 from pipelines.settings import DataSettings, TransformerSettings
@@ -55,3 +57,11 @@ def test_predicted_peak_is_the_measured_one(changes: dict[str, Any]) -> None:
     assert 0.95 * live.peak <= predicted.total <= 1.08 * live.peak
     assert predicted.parameters + predicted.copies == sizes.param_bytes
     assert predicted.optimizer == sizes.optimizer_bytes
+
+
+def test_a_run_on_gpus_knows_the_activations_of_its_layout(tmp_path: Path) -> None:
+    request = TrainRequest("tiny", storage=str(tmp_path), layout="tp=2")
+    on_cpus = make_plan(request, num_gpus=0).run.opening.job
+    on_gpus = make_plan(request, num_gpus=2).run.opening.job
+    assert not on_cpus.memory.passes and on_cpus.margin == 1.2
+    assert [each.tp for each in on_gpus.memory.passes] == [2] and on_gpus.margin == 1.08

@@ -11,7 +11,7 @@ from elastic.geometry.errors import Infeasible
 from elastic.geometry.layout import Layout
 from elastic.geometry.model_limits import Limits
 from elastic.geometry.target_layout import TargetLayout
-from elastic.geometry.training_job import Bandwidths, Capacity, Job
+from elastic.geometry.training_job import Bandwidths, Capacity, Job, MemoryFacts, PassMemory
 from elastic.planner.layout_choice import LayoutChoice, plan_layout
 from elastic.planner.models.memory_model import least_fitting, worker_bytes
 from elastic.planner.models.step_cost import costliest_share, step_cost
@@ -123,6 +123,21 @@ def test_refusal_for_memory_names_needed_and_available_bytes_and_what_fits() -> 
         "dp=2,tp=2 needs 4 workers, only 1 available; dp=1: a worker needs"
     )
     assert layout_of("tp=2,fsdp=1", 6, job=job, memory_bytes=45) == "fsdp=3,tp=2"
+
+
+def test_predicted_activations_are_avoided_but_refuse_nothing_that_may_fit() -> None:
+    """Of 100 bytes of state 40 are parameters; a worker has 150 to 400 bytes."""
+    facts = MemoryFacts(passes=(PassMemory(blocks_bytes=200, last_bytes=10),))
+    job = Job(8, state_bytes=100, param_bytes=40, margin=1.0)
+    predicted = replace(job, memory=facts)
+    assert layout_of("", 2, job=job, memory_bytes=320) == "dp=2"
+    assert layout_of("", 2, job=predicted, memory_bytes=400) == "dp=2"
+    assert layout_of("", 2, job=predicted, memory_bytes=290) == "fsdp=2"
+    assert layout_of("", 2, job=predicted, memory_bytes=200) == "dp=2", "none fits by prediction"
+    assert layout_of("dp=2", 2, job=predicted, memory_bytes=290) == "dp=2", "it was requested"
+    measured = replace(predicted, most_bytes=300)
+    assert layout_of("dp=2", 2, job=measured, memory_bytes=400) == "fsdp=2"
+    assert isinstance(choose("", 2, replace(measured, most_bytes=200), 400), Infeasible)
 
 
 @pytest.mark.parametrize(

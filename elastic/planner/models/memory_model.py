@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from elastic.geometry.layout import Layout
 from elastic.geometry.target_layout import TargetLayout
-from elastic.geometry.training_job import Capacity, Job
+from elastic.geometry.training_job import STATE_MARGIN, Capacity, Job, MemoryFacts
 from elastic.planner.models.worker_memory import worker_memory
 
 
@@ -22,6 +24,14 @@ def fits(job: Job, layout: Layout, capacity: Capacity) -> bool:
     if job.most_bytes is not None and needed > job.most_bytes:
         return False
     return memory_bytes is None or needed * job.margin <= memory_bytes
+
+
+def by_state(job: Job) -> Job:
+    """The job without what is predicted of activations, by which a worker needs less. The job
+    itself once a worker has run out of memory: then the prediction is measured."""
+    if not job.memory.passes or job.most_bytes is not None:
+        return job
+    return replace(job, memory=MemoryFacts(), margin=max(job.margin, STATE_MARGIN))
 
 
 def least_fitting(job: Job, axes: TargetLayout, capacity: Capacity) -> int | None:
