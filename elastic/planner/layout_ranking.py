@@ -8,7 +8,7 @@ of the device's peak and its memory traffic at the memory's bandwidth.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from math import gcd
 
 from elastic.geometry.layout import Layout
@@ -215,7 +215,7 @@ CAUSES = {
 
 def _why_too_big(estimate: Estimate, device: DeviceSpec, margin: float) -> str:
     memory = estimate.memory
-    sizes = {part.name: getattr(memory, part.name) for part in fields(memory)}
+    sizes = memory._asdict()
     name = max(sizes, key=lambda key: sizes[key])
     return (
         f"needs {memory.total * margin / 1e9:,.3g} GB of {device.memory_gb:g} with a margin of "

@@ -214,7 +214,7 @@ def _estimate_as_json(estimate: Estimate, seq_len: int) -> dict[str, Any]:
         "layout": str(estimate.layout),
         "workers": estimate.layout.num_workers,
         "fits": estimate.is_fitting,
-        "bytes": {**asdict(estimate.memory), "total": estimate.memory.total},
+        "bytes": {**estimate.memory._asdict(), "total": estimate.memory.total},
         "step_s": estimate.step_s,
         "seconds": estimate.seconds,
         "mfu": estimate.mfu,

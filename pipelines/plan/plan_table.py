@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import fields
-
 from rich.console import Console
 from rich.table import Table
 
@@ -52,7 +50,7 @@ def show_ranking(
 def _advice(ranking: LayoutRanking) -> str:
     if not ranking.estimates:
         return "give other --workers or another --layout"
-    kinds = {field.name for field in fields(WorkerMemory)}
+    kinds = WorkerMemory._fields
     memory = ranking.estimates[0].memory
     largest = max(kinds, key=lambda kind: getattr(memory, kind))
     if largest == "activations":
@@ -86,7 +84,7 @@ def _speed_table(title: str, estimates: list[Estimate], seq_len: int) -> Table:
 def _memory_table(estimates: list[Estimate]) -> Table:
     table = Table(title="GB of a worker at the peak of a step", title_justify="left")
     table.add_column("layout", no_wrap=True)
-    kinds = [field.name for field in fields(WorkerMemory)]
+    kinds = WorkerMemory._fields
     for kind in kinds:
         table.add_column(SHORT_KINDS.get(kind, kind), justify="right")
     for estimate in estimates:

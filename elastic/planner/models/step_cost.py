@@ -191,7 +191,8 @@ class _Step:
             if axes.vp > 1 or facts.schedule in SEVERAL_STAGES:
                 rounds = -(-rounds // axes.pp) * axes.pp
         elif facts.merges and job.times.merges:
-            num_passes = -(-rounds // max(1, min(rounds, self._most_merged(rounds))))
+            most = min(rounds, self._most_merged(rounds)) if rounds > 1 else 1
+            num_passes = -(-rounds // max(1, most))
             rounds, merged = num_passes, rounds / num_passes
         trial = self.trial
         if trial is None:

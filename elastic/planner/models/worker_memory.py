@@ -16,9 +16,11 @@ Without facts only state and gradients count.
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import accumulate, pairwise
+from operator import add
+from typing import NamedTuple
 
 from elastic.geometry.layout import Layout
 from elastic.geometry.pipeline_stages import pipeline_ranks
@@ -35,8 +37,7 @@ ROUNDING = 1e-6
 """Of sums of fractions of bytes."""
 
 
-@dataclass(frozen=True, slots=True)
-class WorkerMemory:
+class WorkerMemory(NamedTuple):
     """Bytes of one worker at the peak of a step.
 
     `copies` are whole parameters in the dtype of the computation beside the stored ones; `gathered`
@@ -53,7 +54,7 @@ class WorkerMemory:
 
     @property
     def total(self) -> int:
-        return sum(getattr(self, field.name) for field in fields(self))
+        return sum(self)
 
     @property
     def state(self) -> int:
@@ -87,13 +88,13 @@ def _memory_of_rank(job: Job, layout: Layout, pp_rank: int) -> WorkerMemory:
         state = _sum(state, _resident(job, layout, part))
     if not facts.passes:
         return state
-    state = replace(state, gathered=_gathered(job, layout, parts))
+    state = state._replace(gathered=_gathered(job, layout, parts))
     begin, end = _activations(job, layout, pp_rank)
-    at_begin = replace(state, activations=begin)
+    at_begin = state._replace(activations=begin)
     rounds = _num_rounds(job, layout)
     if rounds <= _num_in_flight(facts.schedule, layout, pp_rank, rounds):
-        at_begin = replace(at_begin, gradients=0)
-    moments = [at_begin, *_ends(job, layout, replace(state, activations=end))]
+        at_begin = at_begin._replace(gradients=0)
+    moments = [at_begin, *_ends(job, layout, state._replace(activations=end))]
     return max(moments, key=lambda peak: peak.total)
 
 
@@ -102,12 +103,12 @@ def _ends(job: Job, layout: Layout, at_end: WorkerMemory) -> Iterator[WorkerMemo
     reduced in large buckets, when only the first block still has its activations."""
     reduced = _reduced(job, layout)
     if divides(layout.zero, "optimizer") and layout.fsdp > 1:
-        yield replace(at_end, communication=reduced)
+        yield at_end._replace(communication=reduced)
         return
     yield at_end
     trial = pass_memory(job.memory.passes, layout.tp)
     one = _ceil(trial.blocks_bytes / layout.cp / max(1, job.memory.num_blocks))
-    yield replace(at_end, activations=min(one, at_end.activations), communication=reduced)
+    yield at_end._replace(activations=min(one, at_end.activations), communication=reduced)
 
 
 def _parts(job: Job, layout: Layout, pp_rank: int) -> Iterator[_Part]:
@@ -283,9 +284,7 @@ def _num_in_flight(schedule: str, layout: Layout, pp_rank: int, rounds: int) -> 
 
 
 def _sum(left: WorkerMemory, right: WorkerMemory) -> WorkerMemory:
-    return WorkerMemory(
-        *(getattr(left, field.name) + getattr(right, field.name) for field in fields(left))
-    )
+    return WorkerMemory(*map(add, left, right))
 
 
 def _ceil(size: float) -> int:
