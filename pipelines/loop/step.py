@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from traceback import clear_frames
 from types import TracebackType
 from typing import Any, NamedTuple, Protocol
@@ -95,10 +95,14 @@ class Step:
         self.committed = False
         """Whether the step committed, known after the block; if not, the same step follows."""
         self.loss = math.nan
-        """The mean loss over all workers, known after the block if the step has committed."""
+        """The mean loss over all workers, known after the block if the step has committed; before
+        that it is the loss of the latest step that has, so that code which judges by it does what
+        it did before."""
         self.on_enter: Callable[[], Engine] = _not_begun
         self.on_finish: Callable[[list[LossSums] | BaseException], bool] = _ignore
         self.gather_reports: Callable[[], dict[str, float | None]] = dict
+        self.reports: Mapping[str, float | None] = _no_reports()
+        """Those of the latest step whose reports were read."""
         self._at = at
         self._seed = seed
         self._engine: Engine | None = None
@@ -244,17 +248,19 @@ class Step:
                 raise
 
     @property
-    def reported(self) -> dict[str, float | None]:
+    def reported(self) -> Mapping[str, float | None]:
         """What all workers have reported with this step so far, averaged as `report` says.
 
-        Read it behind the block, on all workers or on one. All are NaN if the step has not
-        committed. Raises `LoopMisused` in the block.
+        Read it behind the block, on all workers or on one. If the step has not committed, they are
+        those of an earlier step, or NaN. Raises `LoopMisused` in the block.
         """
         if not self._is_over:
             raise self._misused(
                 "`step.reported` is what all workers have reported: read it behind `with step:`"
             )
-        return self.gather_reports() if self.committed else defaultdict(lambda: math.nan)
+        if self.committed:
+            self.reports = _no_reports() | self.gather_reports()
+        return self.reports
 
     def seed_draws(self, moment: str, number: int | None = None) -> None:
         """Seed the generators of Python, NumPy and torch for what the script draws next outside of
@@ -332,6 +338,10 @@ class Step:
         error = LoopMisused(f"step {self.number}: {how}")
         self.note(error)
         return error
+
+
+def _no_reports() -> defaultdict[str, float | None]:
+    return defaultdict(lambda: math.nan)
 
 
 def _not_begun() -> Engine:

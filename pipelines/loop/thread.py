@@ -210,6 +210,8 @@ class LoopThread:
         loops: set[Place] = set()
         try:
             while (step := self._next) is not None:
+                if self._step is not None:
+                    step.loss, step.reports = self._step.loss, self._step.reports
                 self._step, at.behind = step, None
                 step.on_enter, step.on_finish = self._enter, self._finish
                 step.gather_reports = partial(self.request, Request.REPORTS)

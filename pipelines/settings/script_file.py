@@ -164,7 +164,7 @@ def _arguments(words: list[str]) -> Iterator[None]:
 
 def _arguments_of(file: str) -> list[str]:
     """The command line of a file: that of this process, if it is the file's."""
-    is_this_program = bool(sys.argv) and Path(sys.argv[0]) == Path(file)
+    is_this_program = bool(sys.argv) and Path(sys.argv[0]).resolve() == Path(file).resolve()
     return sys.argv if is_this_program else [file]
 
 

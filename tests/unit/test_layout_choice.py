@@ -125,7 +125,7 @@ def test_refusal_for_memory_names_needed_and_available_bytes_and_what_fits() -> 
     assert layout_of("tp=2,fsdp=1", 6, job=job, memory_bytes=45) == "fsdp=3,tp=2"
 
 
-def test_predicted_activations_are_avoided_but_refuse_nothing_that_may_fit() -> None:
+def test_predicted_activations_count_but_refuse_nothing_that_may_fit() -> None:
     """Of 100 bytes of state 40 are parameters; a worker has 150 to 400 bytes."""
     facts = MemoryFacts(passes=(PassMemory(blocks_bytes=200, last_bytes=10),))
     job = Job(8, state_bytes=100, param_bytes=40, margin=1.0)

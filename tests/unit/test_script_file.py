@@ -12,7 +12,7 @@ import pytest
 from pipelines.errors import UserError
 from pipelines.run.recipes import load
 from pipelines.run.refusals import give_words
-from pipelines.settings.script_file import ScriptFile, run_file
+from pipelines.settings.script_file import ScriptFile, run_again, run_file
 
 pytestmark = pytest.mark.slow
 
@@ -124,7 +124,10 @@ def test_words_behind_two_dashes_are_the_arguments_of_the_file(
     assert [file] == run_file(Path(file)).ARGV, "not those of this program"
     monkeypatch.chdir(folder)
     give_words("./words.py:recipe", ["--lr", "3e-4"])
-    assert run_file(Path("./words.py")).ARGV == ["./words.py", "--lr", "3e-4"]
+    module = run_file(Path("./words.py"))
+    assert module.ARGV == ["./words.py", "--lr", "3e-4"]
+    run_again(module)
+    assert module.ARGV == ["./words.py", "--lr", "3e-4"]
     give_words(f"{file}:recipe", ["--lr", "3e-4"])
     assert [file, "--lr", "3e-4"] == run_file(Path(file)).ARGV
     shipped_file = ScriptFile.of(f"{file}:recipe", {})

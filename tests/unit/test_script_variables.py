@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import gc
 from collections import defaultdict, deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from queue import SimpleQueue
 from typing import Any
 
@@ -15,7 +16,7 @@ from test_loop import MODULE, ListEngine, Microbatch, declare, take
 
 from pipelines.loop import Run
 from pipelines.loop.loop import Loop
-from pipelines.loop.state.reached_objects import MOST_PARTS, MOST_REACHED, reached
+from pipelines.loop.state.reached_objects import MOST_PARTS, MOST_REACHED, items_of, reached
 from pipelines.loop.step import Position, Step
 
 num_bodies = 0
@@ -45,6 +46,27 @@ class Trainer:
         num_bodies += 1
         self.counter.count += 1
         self.counter.total += 0.5
+
+
+@dataclass(slots=True)
+class Slots:
+    count: int = 0
+
+
+class Shared:
+    count = 0
+
+
+def counter() -> Callable[[], int]:
+    """A function with a variable of its own."""
+    count = 0
+
+    def add() -> int:
+        nonlocal count
+        count += 1
+        return count
+
+    return add
 
 
 class Average:
@@ -87,6 +109,9 @@ def train_epoch(
     """Local variables of a function that has the loop over steps, and objects that it makes."""
     average, history = Average(), {"count": 0, "best": None}
     matrix, counts = torch.zeros(10, 10), np.zeros(10)
+    slots, add, sums, window = Slots(), counter(), [0.0, 0.0], list[int]()
+    Shared.count, long_list, buffer = 0, ["a name"] * 1000, list[int]()
+    flushed = SimpleQueue[int]()
     meters = defaultdict[str, Average](Average)
     num_steps, total, is_new = 0, torch.zeros(()), True
     for index, step in enumerate(_through_a_bar(steps)):
@@ -95,7 +120,17 @@ def train_epoch(
             names.append("body")
         matrix[0, 1] += 1
         counts[1] += 1
-        assert matrix.sum() == counts.sum() == index + 1
+        slots.count += 1
+        Shared.count += 1
+        sums[0] += 1
+        window = [*window, index]
+        buffer.append(index)
+        if len(buffer) == 2:
+            flushed.put(sum(buffer))
+            buffer = []
+        assert matrix.sum() == counts.sum() == index + 1 == add() == len(long_list) - 999
+        assert slots.count == Shared.count == sums[0] == len(window) == index + 1
+        long_list.append("another")
         num_steps += 1  # noqa: SIM113
         assert index == num_steps - 1
         total += step.number
@@ -108,6 +143,7 @@ def train_epoch(
         seen.put((step.number, num_steps, float(total), len(losses), is_new, *history.values()))
         seen.put((float(average.sum), *average.window))
         is_new = False
+    assert {flushed.get_nowait() for _ in range(flushed.qsize())} == {1}
 
 
 def test_variables_are_set_back_when_a_step_comes_again() -> None:
@@ -228,7 +264,7 @@ def test_script_that_begins_again_says_so(capsys: pytest.CaptureFixture[str]) ->
 
 def test_the_nearest_objects_of_a_script_are_reached_and_no_more_than_the_most() -> None:
     near = [[object() for _ in range(MOST_PARTS + 1)] for _ in range(2 * MOST_PARTS)]
-    objects = [*reached(near, 2, lambda _: False)]
+    objects = [*reached(near, 2, items_of)]
     assert objects[: len(near)] == near and len(objects) == MOST_REACHED
-    alone = [*reached(near[:1], 2, lambda _: False)]
+    alone = [*reached(near[:1], 2, items_of)]
     assert alone == [near[0], *near[0][:MOST_PARTS]]

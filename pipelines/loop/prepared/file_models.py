@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from pipelines.loop.state.reached_objects import reached
+from pipelines.loop.state.reached_objects import items_of, reached
 from pipelines.settings.script_file import module_of, run_again
 
 DEPTH = 2
@@ -42,9 +42,12 @@ def _has_model(values: Iterable[object]) -> bool:
     """Whether a model is among the values, or in a container or an attribute of one."""
     return any(
         isinstance(value, nn.Module) and any(True for _ in value.parameters())
-        for value in reached(values, DEPTH, _is_object)
+        for value in reached(values, DEPTH, _parts_of)
     )
 
 
-def _is_object(value: object) -> bool:
-    return type(value).__module__ != "builtins" and not isinstance(value, nn.Module)
+def _parts_of(value: object) -> Iterable[object]:
+    is_object = type(value).__module__ != "builtins" and hasattr(value, "__dict__")
+    if is_object and not isinstance(value, nn.Module | type):
+        return [*items_of(value), *vars(value).values()]
+    return items_of(value)

@@ -13,10 +13,13 @@ MOST_REACHED = 10_000
 
 
 def reached(
-    values: Iterable[Any], depth: int, enters: Callable[[Any], bool], most: int = MOST_REACHED
+    values: Iterable[Any],
+    depth: int,
+    parts_of: Callable[[Any], Iterable[Any]],
+    most: int = MOST_REACHED,
 ) -> Iterator[Any]:
-    """The values, then what they consist of, and so on `depth` times: the items of containers, and
-    the attributes of objects that it `enters`. Each object once."""
+    """The values, then what they consist of by `parts_of`, and so on `depth` times. Each object
+    once."""
     known: set[int] = set()
     level = [*values]
     num_looked_at = 0
@@ -30,14 +33,12 @@ def reached(
                 known.add(id(value))
                 yield value
                 if len(parts) < most:
-                    parts += _parts_of(value, enters)
+                    parts += parts_of(value)
         level = parts
 
 
-def _parts_of(value: Any, enters: Callable[[Any], bool]) -> Iterable[Any]:
+def items_of(value: Any) -> Iterable[Any]:
+    """The first items of a container; nothing of all else."""
     if isinstance(value, dict):
         return islice(value.values(), MOST_PARTS)
-    if isinstance(value, list | tuple):
-        return value[:MOST_PARTS]
-    is_instance = not isinstance(value, type) and hasattr(value, "__dict__")
-    return vars(value).values() if is_instance and enters(value) else ()
+    return value[:MOST_PARTS] if isinstance(value, list | tuple) else ()

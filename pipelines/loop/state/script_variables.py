@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import sys
-from collections import Counter, OrderedDict, defaultdict, deque
+from collections import deque
 from collections.abc import Iterable, Iterator
 from inspect import currentframe
 from itertools import islice
@@ -13,12 +12,12 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor, nn
-from torch.utils.data import Dataset
+from torch import Tensor
 
 from pipelines.loop.state.counted_iterators import shift_counts
 from pipelines.loop.state.frame_locals import read_locals, set_locals
-from pipelines.loop.state.reached_objects import MOST_PARTS, reached
+from pipelines.loop.state.reached_objects import MOST_PARTS, items_of, reached
+from pipelines.loop.state.variable_tables import Table, table_of
 from pipelines.settings.user_code import is_users
 
 DEPTH = 4
@@ -27,7 +26,6 @@ MOST_OBJECTS = 300
 MOST_LOCAL = 128
 """So many objects are looked at in each step; the first of those that were made before the loop,
 and of those that local variables have now. Those near the variables come first."""
-CONTAINERS = (dict, defaultdict, OrderedDict, Counter, deque)
 MOST_SUMS = 128
 """Larger tensors and arrays are not set back."""
 PLAIN = (int, float, str, type(None), np.number)
@@ -40,12 +38,28 @@ class NotedFrame(NamedTuple):
     variables: dict[str, Any]
 
 
+class NotedTable(NamedTuple):
+    """A table of variables, their names, and the values to which some are set back."""
+
+    table: Table
+    names: set[Any]
+    variables: dict[Any, Any]
+
+
+class NotedList(NamedTuple):
+    """A list, its length, and its items if they are set back, too."""
+
+    items: list[Any]
+    size: int
+    parts: tuple[Any, ...] | None
+
+
 class ScriptVariables:
     """Numbers, flags and texts of a script, and the lists and dictionaries that it adds to.
 
     They are the local variables of the functions that its loop is in, its global variables, items
-    of dictionaries and attributes of objects of its own classes. The body of a step that fails has
-    counted, and counts once more when the step comes again.
+    of dictionaries and attributes of objects of its own classes, and what else `table_of` names.
+    The body of a step that fails has counted, and counts once more when the step comes again.
     """
 
     def __init__(self, script: FrameType | None, known: Iterable[Any] = ()) -> None:
@@ -58,12 +72,10 @@ class ScriptVariables:
         if script is not None:
             self._globals = script.f_globals
             values = [*read_locals(script).values(), *script.f_globals.values()]
-            found = filter(_holds, reached(values, DEPTH, _is_of_user))
-            self._early = [*islice(found, MOST_OBJECTS)]
-        self._places: list[NotedFrame] = []
-        self._tables: list[tuple[dict[str, Any], set[str], dict[str, Any]]] = []
-        """What holds variables, their names, and the values to which they are set back."""
-        self._sizes: list[tuple[list[Any], int]] = []
+            self._early = [*islice(filter(_holds, reached(values, DEPTH, _parts_of)), MOST_OBJECTS)]
+        self._frames: list[NotedFrame] = []
+        self._tables: list[NotedTable] = []
+        self._lists: list[NotedList] = []
         self._queues: list[tuple[deque[Any], tuple[Any, ...]]] = []
         self._tensors: list[tuple[Tensor, Tensor]] = []
         self._arrays: list[tuple[NDArray[Any], NDArray[Any]]] = []
@@ -74,26 +86,26 @@ class ScriptVariables:
         values: list[Any] = []
         for frame in _frames_of_user(currentframe()):
             variables = read_locals(frame)
-            noted = {name: value for name, value in variables.items() if _is_noted(value)}
-            self._places.append(NotedFrame(id(frame), noted))
+            self._frames.append(NotedFrame(id(frame), _noted_in(variables)))
             values += variables.values()
             del variables
-        found = reached(values, DEPTH, _is_of_user, MOST_LOCAL)
-        held = [self._globals, *self._early, *filter(_holds, found)]
-        for key, item in {id(item): item for item in held}.items():
+        late = filter(_holds, reached(values, DEPTH, _parts_of, MOST_LOCAL))
+        held = {id(item): item for item in (*self._early, *late)}
+        self._tables.append(NotedTable(self._globals, {*self._globals}, _noted_in(self._globals)))
+        for key, item in held.items():
             if key not in self._known:
                 self._note(item)
 
     def forget(self) -> None:
-        self._places.clear()
-        for noted in (self._tables, self._sizes, self._queues, self._tensors, self._arrays):
+        self._frames.clear()
+        for noted in (self._tables, self._lists, self._queues, self._tensors, self._arrays):
             noted.clear()
 
     def restore(self) -> None:
         """Begin the present step again with what it began with. Called by the script's thread, by
         the generator of its steps."""
         shift_counts(_caller_of(currentframe()), -1)
-        variables = {place.frame: place.variables for place in self._places}
+        variables = {noted.frame: noted.variables for noted in self._frames}
         for frame in _frames_of_user(currentframe()):
             noted = variables.get(id(frame), {})
             if changed := _changed(read_locals(frame), noted):
@@ -102,8 +114,10 @@ class ScriptVariables:
             table.update(_changed(table, noted))
             for name in [] if table is self._globals else table.keys() - names:
                 del table[name]
-        for items, size in self._sizes:
+        for items, size, parts in self._lists:
             del items[size:]
+            if parts is not None:
+                items[:] = parts
         for queue, parts in self._queues:
             queue.clear()
             queue.extend(parts)
@@ -117,20 +131,28 @@ class ScriptVariables:
 
     def _note(self, item: Any) -> None:
         if isinstance(item, list):
-            self._sizes.append((item, len(item)))
+            parts = (*item,) if _is_plain(item) else None
+            self._lists.append(NotedList(item, len(item), parts))
         elif isinstance(item, deque):
             self._queues.append((item, (*item,)))
         elif isinstance(item, Tensor):
             self._tensors.append((item, item.clone()))
         elif isinstance(item, np.ndarray):
             self._arrays.append((item, item.copy()))
-        else:
-            table = item if isinstance(item, dict) else vars(item)
-            noted = {name: value for name, value in table.items() if _is_noted(value)}
-            self._tables.append((table, {*table}, noted))
+        elif (table := table_of(item)) is not None:
+            self._tables.append(NotedTable(table, {*table}, _noted_in(table)))
 
 
-def _changed(present: dict[str, Any], noted: dict[str, Any]) -> dict[str, Any]:
+def _noted_in(table: Table) -> dict[Any, Any]:
+    """The variables with values that are small, and do not change themselves or are set back."""
+    return {
+        name: value
+        for name, value in table.items()
+        if isinstance(value, PLAIN) or _is_sum(value) or _is_plain(value)
+    }
+
+
+def _changed(present: Table, noted: dict[Any, Any]) -> dict[Any, Any]:
     return {k: v for k, v in noted.items() if k in present and present[k] is not v}
 
 
@@ -145,20 +167,24 @@ def _frames_of_user(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _is_noted(value: Any) -> bool:
-    """Whether a variable is set back to this value: it is small, and does not change itself, or as
-    a tensor is set back, too."""
-    return isinstance(value, PLAIN) or _is_sum(value)
+def _parts_of(value: Any) -> list[Any]:
+    """What a script may count in of an object's attributes, or of a container's items."""
+    table = table_of(value)
+    parts = items_of(value) if table is None else islice(table.values(), MOST_PARTS)
+    return [part for part in parts if not isinstance(part, PLAIN)]
 
 
 def _holds(value: Any) -> bool:
     """Whether a script may count in it."""
-    match value:
-        case list():
-            return type(value) is list
-        case dict() | deque():  # a subclass may refuse changes
-            return type(value) in CONTAINERS and len(value) <= MOST_PARTS
-    return _is_sum(value) or _is_of_user(value)
+    if isinstance(value, deque):
+        return type(value) is deque and len(value) <= MOST_PARTS
+    return type(value) is list or _is_sum(value) or table_of(value) is not None
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is a short list or tuple of numbers and texts."""
+    is_short = type(value) in (list, tuple) and len(value) <= MOST_PARTS
+    return is_short and all(isinstance(part, PLAIN) for part in value)
 
 
 def _is_sum(value: Any) -> bool:
@@ -168,12 +194,3 @@ def _is_sum(value: Any) -> bool:
         return value.size <= MOST_SUMS and value.flags.writeable
     is_small = type(value) is Tensor and value.numel() <= MOST_SUMS
     return is_small and not value.requires_grad and not value.is_inference()
-
-
-def _is_of_user(value: Any) -> bool:
-    """Whether it has attributes and its class is the user's; modules are part of the run's state,
-    and a dataset may be read by other threads."""
-    if isinstance(value, type | nn.Module | Tensor | Dataset) or not hasattr(value, "__dict__"):
-        return False
-    file = getattr(sys.modules.get(type(value).__module__), "__file__", None)
-    return bool(file) and is_users(str(file))
