@@ -85,10 +85,27 @@ def _through_a_bar(steps: Iterable[Step]) -> Iterator[Step]:
     yield from steps
 
 
+class _Pulled:
+    """As the prefetcher of data."""
+
+    def __init__(self, steps: Iterator[Step]) -> None:
+        self._steps = steps
+
+    def __iter__(self) -> Iterator[Step]:
+        return self
+
+    def __next__(self) -> Step:
+        return next(self._steps)
+
+
+def _numbered(steps: Iterable[Step]) -> Iterable[tuple[int, Step]]:
+    return enumerate(steps, start=1)
+
+
 def test_enumerated_steps_have_their_numbers_on_a_worker_that_joins() -> None:
     def script(run: Run) -> None:
         declare(run)
-        for number, step in enumerate(_through_a_bar(run.steps(9)), start=1):
+        for number, step in _numbered(_Pulled(_through_a_bar(run.steps(9)))):
             with step:
                 assert number == step.number
                 for points in step.batches():
