@@ -36,6 +36,7 @@ from pipelines.loop.prepared.wrappers import (
 )
 from pipelines.loop.state.carried_state import CarriedState
 from pipelines.loop.state.errors import LoopMisused
+from pipelines.loop.state.frame_locals import caller_of
 from pipelines.loop.state.kept_objects import KeptObjects
 from pipelines.loop.state.loss_scaler import LossScaler
 from pipelines.loop.state.microbatch_state import CarriedTensor, MicrobatchStates
@@ -194,7 +195,7 @@ class Run:
         clipping = _clipping(max_grad_norm, max_grad_value)
         if split_batches:
             self._split_batches(microbatches)
-        return self._begin(self._declared(counts, clipping, _caller_of(currentframe())))
+        return self._begin(self._declared(counts, clipping, caller_of(currentframe())))
 
     def epochs(
         self,
@@ -226,7 +227,7 @@ class Run:
             size *= self._source.epoch_size // batch
         counts = StepCounts(num_epochs * size, microbatches, updates_per_batch)
         clipping = _clipping(max_grad_norm, max_grad_value)
-        declared = self._declared(counts, clipping, _caller_of(currentframe()))
+        declared = self._declared(counts, clipping, caller_of(currentframe()))
         declared = replace(declared, has_epochs=True)
         steps = self._begin(declared)
         return epochs_of(steps, size, num_epochs, first, self.stop, declared.begin_in_epoch)
@@ -359,11 +360,6 @@ class Run:
             f"run.prepare: cannot prepare {type(item).__name__}; pass a model, an optimizer, "
             "learning-rate schedulers, a GradScaler, and a DataLoader"
         )
-
-
-def _caller_of(frame: FrameType | None) -> FrameType | None:
-    """In a function of its own: a frame whose variable is the frame itself is freed late."""
-    return frame.f_back if frame else None
 
 
 def _refuse_counts(**counts: int) -> None:

@@ -199,7 +199,6 @@ class LoopThread:
             )
         self._outcomes.put(declaration)
         state, at = declaration.optimizer_factory.state, declaration.called.at
-        variables = declaration.variables
         turn = self._turn()
         assert isinstance(turn, Begin)
         self._next, self._has_begun = turn.step, True
@@ -217,11 +216,12 @@ class LoopThread:
                 step.gather_reports = partial(self.request, Request.REPORTS)
                 loops.update(_places(currentframe()))
                 step.seed_draws("before the body")
-                variables.note()
+                declaration.variables.note()
                 yield step
                 step.ensure_finished()
                 if not step.committed:
-                    variables.restore()
+                    shift_counts(currentframe(), -1)
+                    declaration.variables.restore()
                     state.restore()
                     at.drop_changes()
                     at.is_stopped, at.is_again = False, True

@@ -69,6 +69,12 @@ def declare(run: Run) -> Any:
 MODULE = nn.Linear(2, 1)
 
 
+def compute(step: Step) -> None:
+    """The body of a step, without a model."""
+    for points in step.batches():
+        step.backward(points.sum() * torch.ones((), requires_grad=True))
+
+
 def take(
     loop: Loop,
     number: int = 1,
@@ -133,8 +139,7 @@ def test_code_after_the_block_sees_whether_the_step_committed() -> None:
         declare(run)
         for step in run.steps(3):
             with step:
-                for points in step.batches():
-                    step.backward(points.sum() * torch.ones((), requires_grad=True))
+                compute(step)
             observed_commits.put((step.number, step.committed))
 
     loop = Loop(script, 0)
@@ -238,8 +243,7 @@ def test_script_reports_once_what_it_carries_without_keeping_it(
         hidden, kept = torch.zeros(3), run.keep(torch.zeros(3))
         for step in run.steps(4):
             with step:
-                for points in step.batches():
-                    step.backward(points.sum() * torch.ones((), requires_grad=True))
+                compute(step)
             hidden += 1
             kept += 1
 
@@ -265,8 +269,7 @@ def test_stuck_script_is_abandoned_and_restarted() -> None:
                     if number == 0:
                         is_stuck.set()
                         may_continue.wait()
-                    for points in step.batches():
-                        step.backward(points.sum() * torch.ones((), requires_grad=True))
+                    compute(step)
         finally:
             ended.append(number)
 
@@ -358,8 +361,7 @@ def test_error_that_was_ignored_is_raised_at_the_next_use() -> None:
         declare(run)
         for step in run.steps(3):
             with step:
-                for points in step.batches():
-                    step.backward(points.sum() * torch.ones((), requires_grad=True))
+                compute(step)
             raise OSError("the disk is full")
 
     loop = Loop(script, 0)

@@ -11,12 +11,14 @@ from typing import Any
 
 import numpy as np
 import pytest
+import test_loop
 import torch
-from test_loop import MODULE, ListEngine, Microbatch, declare, take
+from test_loop import MODULE, ListEngine, Microbatch, compute, declare, take
 
 from pipelines.loop import Run
 from pipelines.loop.loop import Loop
 from pipelines.loop.state.reached_objects import MOST_PARTS, MOST_REACHED, items_of, reached
+from pipelines.loop.state.variable_tables import table_of
 from pipelines.loop.step import Position, Step
 
 num_bodies = 0
@@ -41,8 +43,7 @@ class Trainer:
 
     def count(self, step: Step) -> None:
         global num_bodies
-        for points in step.batches():
-            step.backward(points.sum() * torch.ones((), requires_grad=True))
+        compute(step)
         num_bodies += 1
         self.counter.count += 1
         self.counter.total += 0.5
@@ -108,8 +109,7 @@ def test_enumerated_steps_have_their_numbers_on_a_worker_that_joins() -> None:
         for number, step in _numbered(_Pulled(_through_a_bar(run.steps(9)))):
             with step:
                 assert number == step.number
-                for points in step.batches():
-                    step.backward(points.sum() * torch.ones((), requires_grad=True))
+                compute(step)
 
     loop = Loop(script, 0)
     gc.freeze()  # as a worker does after its warm-up
@@ -211,8 +211,7 @@ def test_code_at_the_top_of_an_epoch_is_not_undone() -> None:
             for index, step in enumerate(steps):
                 with step:
                     assert (epoch, index) == divmod(step.number - 1, 2)
-                    for points in step.batches():
-                        step.backward(points.sum() * torch.ones((), requires_grad=True))
+                    compute(step)
 
     loop, joining = Loop(script, 0), Loop(script, 0)
     own, other = optimizers
@@ -239,8 +238,7 @@ def test_what_stands_behind_a_step_needs_not_ask_whether_it_has_committed(
         declare(run)
         for step in run.steps(4):
             with step:
-                for points in step.batches():
-                    step.backward(points.sum() * torch.ones((), requires_grad=True))
+                compute(step)
                 is_over = True
             run.print(f"step {step.number}: {is_over}")
 
@@ -255,6 +253,20 @@ def test_what_stands_behind_a_step_needs_not_ask_whether_it_has_committed(
     assert printed == "step 1: True"
 
 
+def test_globals_of_a_module_of_the_user_are_set_back_and_new_ones_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Such as a module that a function imports, which is not imported again."""
+    monkeypatch.setattr(test_loop, "count", 1, raising=False)
+    monkeypatch.setattr(test_loop, "imported", test_loop, raising=False)
+    table = table_of(test_loop)
+    assert table is not None and table["count"] == 1
+    table["count"] = 2
+    del table["imported"]
+    assert vars(test_loop)["count"] == 2 and vars(test_loop)["imported"] is test_loop
+    assert table_of(pytest) is None
+
+
 class _Broken(ListEngine):
     """An engine whose groups break before the first microbatch."""
 
@@ -267,8 +279,7 @@ def test_script_that_begins_again_says_so(capsys: pytest.CaptureFixture[str]) ->
         declare(run)
         for step in run.steps(4):
             with step:
-                for points in step.batches():
-                    step.backward(points.sum() * torch.ones((), requires_grad=True))
+                compute(step)
 
     loop = Loop(script, 0)
     loop.restart_script(at=1)

@@ -9,8 +9,7 @@ from inspect import CO_GENERATOR
 from types import CodeType, FrameType, FunctionType, GeneratorType
 from typing import Any, cast
 
-from pipelines.loop.state.frame_locals import read_locals
-from pipelines.settings.user_code import is_users
+from pipelines.loop.state.frame_locals import frames_of_user, read_locals
 
 
 def shift_counts(frame: FrameType | None, by: int) -> None:
@@ -47,13 +46,11 @@ def shift_counts(frame: FrameType | None, by: int) -> None:
 
 def _codes_of_user(frame: FrameType | None) -> Iterator[CodeType]:
     """Those of the callers, and of the functions beside them."""
-    while frame is not None:
-        if is_users(frame.f_code.co_filename):
-            yield frame.f_code
-            for value in [*frame.f_globals.values()]:
-                if type(value) is FunctionType:
-                    yield value.__code__
-        frame = frame.f_back
+    for user_frame in frames_of_user(frame):
+        yield user_frame.f_code
+        for value in [*user_frame.f_globals.values()]:
+            if type(value) is FunctionType:
+                yield value.__code__
 
 
 def _objects() -> list[Any]:

@@ -1,16 +1,31 @@
-"""Local variables of functions that run, read and set from outside."""
+"""Functions that run, and their local variables, read and set from outside."""
 
 from __future__ import annotations
 
 import ctypes
 import sys
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from inspect import CO_OPTIMIZED
 from types import FrameType
 from typing import Any
 
+from pipelines.settings.user_code import is_users
+
 IS_WRITTEN_THROUGH = sys.version_info >= (3, 13)
 """Whether `frame.f_locals` is the variables themselves (PEP 667), not a copy of them."""
+
+
+def caller_of(frame: FrameType | None) -> FrameType | None:
+    """In a function of its own: a frame whose variable is the frame itself is freed late."""
+    return frame.f_back if frame else None
+
+
+def frames_of_user(frame: FrameType | None) -> Iterator[FrameType]:
+    """Those of the frame and its callers that run the user's code."""
+    while frame is not None:
+        if is_users(frame.f_code.co_filename):
+            yield frame
+        frame = frame.f_back
 
 
 def read_locals(frame: FrameType) -> dict[str, Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Set
 from inspect import currentframe
 from itertools import islice
 from types import FrameType
@@ -14,11 +14,9 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from pipelines.loop.state.counted_iterators import shift_counts
-from pipelines.loop.state.frame_locals import read_locals, set_locals
+from pipelines.loop.state.frame_locals import frames_of_user, read_locals, set_locals
 from pipelines.loop.state.reached_objects import MOST_PARTS, items_of, reached
 from pipelines.loop.state.variable_tables import Table, table_of
-from pipelines.settings.user_code import is_users
 
 DEPTH = 4
 """How far objects and containers in them are followed, as to the wrapper of an optimizer."""
@@ -42,7 +40,7 @@ class NotedTable(NamedTuple):
     """A table of variables, their names, and the values to which some are set back."""
 
     table: Table
-    names: set[Any]
+    names: Set[Any]
     variables: dict[Any, Any]
 
 
@@ -84,14 +82,15 @@ class ScriptVariables:
         """The present step begins with what there is now. Called by the script's thread."""
         self.forget()
         values: list[Any] = []
-        for frame in _frames_of_user(currentframe()):
+        for frame in frames_of_user(currentframe()):
             variables = read_locals(frame)
             self._frames.append(NotedFrame(id(frame), _noted_in(variables)))
             values += variables.values()
             del variables
         late = filter(_holds, reached(values, DEPTH, _parts_of, MOST_LOCAL))
         held = {id(item): item for item in (*self._early, *late)}
-        self._tables.append(NotedTable(self._globals, {*self._globals}, _noted_in(self._globals)))
+        own = self._globals  # those that are new stay
+        self._tables.append(NotedTable(own, own.keys(), _noted_in(own)))
         for key, item in held.items():
             if key not in self._known:
                 self._note(item)
@@ -102,17 +101,15 @@ class ScriptVariables:
             noted.clear()
 
     def restore(self) -> None:
-        """Begin the present step again with what it began with. Called by the script's thread, by
-        the generator of its steps."""
-        shift_counts(_caller_of(currentframe()), -1)
+        """Begin the present step again with what it began with. Called by the script's thread."""
         variables = {noted.frame: noted.variables for noted in self._frames}
-        for frame in _frames_of_user(currentframe()):
+        for frame in frames_of_user(currentframe()):
             noted = variables.get(id(frame), {})
             if changed := _changed(read_locals(frame), noted):
                 set_locals(frame, changed)
         for table, names, noted in self._tables:
             table.update(_changed(table, noted))
-            for name in [] if table is self._globals else table.keys() - names:
+            for name in table.keys() - names:
                 del table[name]
         for items, size, parts in self._lists:
             del items[size:]
@@ -154,17 +151,6 @@ def _noted_in(table: Table) -> dict[Any, Any]:
 
 def _changed(present: Table, noted: dict[Any, Any]) -> dict[Any, Any]:
     return {k: v for k, v in noted.items() if k in present and present[k] is not v}
-
-
-def _caller_of(frame: FrameType | None) -> FrameType | None:
-    return frame.f_back if frame else None
-
-
-def _frames_of_user(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        if is_users(frame.f_code.co_filename):
-            yield frame
-        frame = frame.f_back
 
 
 def _parts_of(value: Any) -> list[Any]:

@@ -12,10 +12,9 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils.data import Dataset
 
+from pipelines.loop.state.reached_objects import MOST_PARTS
 from pipelines.settings.user_code import is_users
 
-MOST_ITEMS = 100
-"""Larger dictionaries are not looked at."""
 DICTIONARIES = (dict, defaultdict, OrderedDict, Counter)
 """Others may refuse changes."""
 
@@ -39,7 +38,7 @@ def _reader_of(kind: type) -> Callable[[Any], Table | None] | None:
     if issubclass(kind, dict):
         return _small_dictionary if kind in DICTIONARIES else None
     if issubclass(kind, ModuleType):
-        return lambda module: vars(module) if _is_of_user(module.__name__) else None
+        return _globals_of_module
     if issubclass(kind, FunctionType):
         return _variables_of_function
     if issubclass(kind, type):
@@ -53,12 +52,16 @@ def _reader_of(kind: type) -> Callable[[Any], Table | None] | None:
 
 
 def _small_dictionary(items: dict[Any, Any]) -> Table | None:
-    return items if len(items) <= MOST_ITEMS else None
+    return items if len(items) <= MOST_PARTS else None
 
 
 def _variables_of_function(function: FunctionType) -> Table | None:
     has_own = function.__closure__ and _is_of_user(function.__module__)
     return _Cells(function) if has_own else None
+
+
+def _globals_of_module(module: ModuleType) -> Table | None:
+    return _Attributes(module, vars(module).keys) if _is_of_user(module.__name__) else None
 
 
 def _attributes_of_class(kind: type) -> Table | None:
@@ -71,7 +74,7 @@ def _is_of_user(module: str) -> bool:
 
 
 class _Attributes(MutableMapping[str, Any]):
-    """The attributes of a class, or of an object without a dictionary."""
+    """The attributes of a class or a module, or of an object without a dictionary."""
 
     def __init__(self, owner: Any, names: Callable[[], Any]) -> None:
         self._owner, self._names = owner, names
@@ -90,7 +93,7 @@ class _Attributes(MutableMapping[str, Any]):
         setter.__setattr__(self._owner, name, value)
 
     def __delitem__(self, name: str) -> None:
-        """What is new stays: a class may not do without it."""
+        """What is new stays, such as a module that a function has imported."""
 
 
 class _Cells(MutableMapping[int, Any]):
