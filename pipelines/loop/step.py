@@ -7,11 +7,12 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from traceback import clear_frames
 from types import TracebackType
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, NoReturn, Protocol
 
 import torch
 from torch import Tensor
 
+from pipelines.loop.prepared.loss_backward import run_backward, set_entered
 from pipelines.loop.prepared.script_moment import ScriptMoment
 from pipelines.loop.reports import Reported
 from pipelines.loop.state.errors import LoopMisused
@@ -146,6 +147,7 @@ class Step:
         self._is_entered = True
         self._engine = self.on_enter()
         self._at.enter(self)
+        set_entered(self)
         self.seed_draws("in the body")
         return self
 
@@ -155,6 +157,7 @@ class Step:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
+        set_entered(None)
         if self._engine is not None:
             self._engine.left()
         if error is not None and not isinstance(error, Exception):
@@ -190,7 +193,7 @@ class Step:
         self.seed_draws("behind the microbatches")
 
     def backward(self, loss: Tensor, weight: float | None = None) -> None:
-        """Run the backward pass of the mean loss over the microbatch.
+        """Run the backward pass of the mean loss over the microbatch, as `loss.backward()` does.
 
         `weight` is the number of losses in the mean, if these are not the samples, e.g. tokens
         of which some are masked. A step's gradient is that of the mean over all its microbatches,
@@ -200,8 +203,10 @@ class Step:
         microbatch, self._open = self._open, None
         if microbatch is None:
             raise self._misused(
-                "call `step.backward` once for each of `step.batches()`, with the sum of the "
-                "losses; for several updates from the same batch see updates_per_batch of run.steps"
+                "call `step.backward(loss)`, or `loss.backward()`, once for each of "
+                "`step.batches()`, with the sum of the losses; that of other tensors than the "
+                "model's names them, as in loss.backward(inputs=[noise]); for several updates from "
+                "the same batch see updates_per_batch of run.steps"
             )
         self._check_loss(loss)
         weight = microbatch.num_samples if weight is None else weight
@@ -210,12 +215,19 @@ class Step:
         try:
             engine.forwarded(count)
             total = at_least_float32(loss.reshape(())) * count
-            total.backward()
+            run_backward(total)
             engine.called()
         except BaseException as error:
             self.note(error)
             raise
         self._sums.append(LossSums(total.detach(), count))
+
+    def refuse_other_backward(self) -> NoReturn:
+        """Raise `LoopMisused` for `loss.backward` with other arguments than the run knows."""
+        raise self._misused(
+            "loss.backward(gradient, create_graph=...): a microbatch has one backward pass, of a "
+            "loss that is one number; for gradients of gradients use torch.autograd.grad"
+        )
 
     def _check_loss(self, loss: Any) -> None:
         if not isinstance(loss, Tensor):
@@ -306,8 +318,8 @@ class Step:
         """What is wrong with a body that has ended without an error."""
         if self._open is not None:
             return self._misused(
-                "a microbatch got no `step.backward(loss)`: call it once for each, in place of "
-                "loss.backward()"
+                "a microbatch got no `step.backward(loss)`, or `loss.backward()`: call one of them "
+                "once for each"
             )
         engine = self._entered()
         expected = engine.num_microbatches
@@ -330,8 +342,8 @@ class Step:
     def _check_closed(self) -> None:
         if self._open is not None:
             raise self._misused(
-                "a microbatch got no `step.backward(loss)` before the next: call it once for each, "
-                "in place of loss.backward()"
+                "a microbatch got no `step.backward(loss)`, or `loss.backward()`, before the next: "
+                "call one of them once for each"
             )
 
     def _misused(self, how: str) -> LoopMisused:

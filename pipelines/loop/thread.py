@@ -19,6 +19,7 @@ from actors.runtime.machine import flush_denormals
 from actors.runtime.substitute_thread import substituted_by
 from pipelines.loop.declaration import Declaration, NotDeclared
 from pipelines.loop.prepared.hidden_groups import hide_groups
+from pipelines.loop.prepared.loss_backward import honour_backward
 from pipelines.loop.state.counted_iterators import shift_counts
 from pipelines.loop.state.errors import LoopMisused
 from pipelines.loop.step import Engine, Step
@@ -267,6 +268,7 @@ class LoopThread:
     def _run(self) -> None:
         flush_denormals()
         hide_groups()
+        honour_backward()
         try:
             self._function(self)
             if self._has_begun:

@@ -24,7 +24,6 @@ ADVICE = {
     r"KeyError: '(?:RANK|LOCAL_RANK|WORLD_SIZE|MASTER_ADDR)'": (
         "the workers of a run change, so none has a rank: use step.is_first_worker"
     ),
-    r"backward through the graph a second time": "step.backward(loss) replaces loss.backward()",
     r"not compiled with CUDA|Cannot get CUDA generator|No CUDA GPUs|no NVIDIA driver": (
         "the script runs on this machine, too, to plan the run: name no device, since the run "
         "moves the model and its batches to that of each worker"

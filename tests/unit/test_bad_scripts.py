@@ -55,8 +55,13 @@ def scheduled(expression: str) -> str:
 
 
 MISTAKES = {
-    "plain backward": (BACKWARD, "loss.backward()", "in place of loss.backward()"),
-    "both backwards": (BACKWARD, f"loss.backward(); {BACKWARD}", "replaces loss.backward()"),
+    "no backward": (BACKWARD, "pass", "or `loss.backward()`, before the next"),
+    "both backwards": (BACKWARD, f"loss.backward(); {BACKWARD}", "once for each of"),
+    "backward of a gradient": (
+        BACKWARD,
+        "loss.backward(create_graph=True)",
+        "for gradients of gradients use torch.autograd.grad",
+    ),
     "two backwards": (BACKWARD, f"{BACKWARD}; {BACKWARD}", "once for each of `step.batches()`"),
     "loss without a gradient": (BACKWARD, "step.backward(loss.detach())", "without a gradient"),
     "loss as a number": (BACKWARD, "step.backward(loss.item())", "got float: pass the loss itself"),
