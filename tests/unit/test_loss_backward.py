@@ -2,22 +2,35 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import pytest
 import torch
 from test_loop import declare, take
+from torch.overrides import TorchFunctionMode
 
 from pipelines.loop import Run
 from pipelines.loop.loop import Loop
 from pipelines.loop.state.errors import LoopMisused
 
 
-def test_backward_of_a_loss_is_that_of_the_step_in_its_body_only() -> None:
+class Passing(TorchFunctionMode):
+    """Torch calls the methods of tensors by their names again."""
+
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("mode", [nullcontext(), Passing()])
+def test_backward_of_a_loss_is_that_of_the_step_in_its_body_only(
+    mode: AbstractContextManager[object],
+) -> None:
     weight, noise = torch.ones(2, requires_grad=True), torch.ones(2, requires_grad=True)
 
     def script(run: Run) -> None:
         declare(run)
         for step in run.steps(3):
-            with step:
+            with step, mode:
                 for points in step.batches():
                     (3 * noise.sum()).backward(inputs=[noise])
                     (points @ weight).mean().backward()

@@ -8,8 +8,7 @@ from typing import NoReturn, Protocol
 
 from torch import Tensor
 
-run_backward: Callable[..., None] = Tensor.backward
-"""What torch does."""
+_torch_backward: Callable[..., None] = Tensor.backward
 
 
 class BackwardStep(Protocol):
@@ -37,6 +36,16 @@ def set_entered(step: BackwardStep | None) -> None:
     _entered.step = step
 
 
+def run_backward(loss: Tensor) -> None:
+    """The backward pass itself. Torch looks the method up again for tensors of other classes, and
+    within a `TorchFunctionMode`: there it is torch's own, too."""
+    step, _entered.step = _entered.step, None
+    try:
+        _torch_backward(loss)
+    finally:
+        _entered.step = step
+
+
 def _backward(
     loss: Tensor,
     gradient: Tensor | None = None,
@@ -47,7 +56,7 @@ def _backward(
     """With `inputs` it is not the model's: the gradients of these tensors alone change."""
     step = _entered.step
     if step is None or inputs is not None:
-        run_backward(loss, gradient, retain_graph, create_graph, inputs)
+        _torch_backward(loss, gradient, retain_graph, create_graph, inputs)
     elif gradient is not None or create_graph:
         step.refuse_other_backward()
     else:
