@@ -317,10 +317,7 @@ class Step:
     def _mistake(self) -> LoopMisused | None:
         """What is wrong with a body that has ended without an error."""
         if self._open is not None:
-            return self._misused(
-                "a microbatch got no `step.backward(loss)`, or `loss.backward()`: call one of them "
-                "once for each"
-            )
+            return self._without_backward()
         engine = self._entered()
         expected = engine.num_microbatches
         if missing := expected - len(self._sums):
@@ -341,10 +338,13 @@ class Step:
 
     def _check_closed(self) -> None:
         if self._open is not None:
-            raise self._misused(
-                "a microbatch got no `step.backward(loss)`, or `loss.backward()`, before the next: "
-                "call one of them once for each"
-            )
+            raise self._without_backward(", before the next")
+
+    def _without_backward(self, when: str = "") -> LoopMisused:
+        return self._misused(
+            f"a microbatch got no `step.backward(loss)`, or `loss.backward()`{when}: call one of "
+            "them once for each"
+        )
 
     def _misused(self, how: str) -> LoopMisused:
         error = LoopMisused(f"step {self.number}: {how}")

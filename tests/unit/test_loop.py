@@ -66,6 +66,18 @@ def declare(run: Run) -> Any:
     return run.prepare(model, SGD(model.parameters(), lr=0.5), make_loader())
 
 
+def loop_of(body: Callable[[Step], None]) -> Loop:
+    """A loop with this body of each step."""
+
+    def script(run: Run) -> None:
+        declare(run)
+        for step in run.steps(3):
+            with step:
+                body(step)
+
+    return Loop(script, 0)
+
+
 MODULE = nn.Linear(2, 1)
 
 
@@ -99,15 +111,11 @@ def test_step_returns_the_loss_sums_of_its_body() -> None:
     """Means become sums; a padding microbatch counts zero and has no gradient."""
     weight = torch.ones(2, requires_grad=True)
 
-    def script(run: Run) -> None:
-        declare(run)
-        for step in run.steps(3):
-            with step:
-                for points in step.batches():
-                    step.backward((points @ weight).mean())
+    def body(step: Step) -> None:
+        for points in step.batches():
+            step.backward((points @ weight).mean())
 
-    loop = Loop(script, 0)
-    sums = take(loop)
+    sums = take(loop_of(body))
     assert [(float(part.loss), int(part.num_tokens)) for part in sums] == [(10.0, 2), (0.0, 0)]
     assert weight.grad is not None and weight.grad.tolist() == [4.0, 6.0]
 
@@ -115,17 +123,14 @@ def test_step_returns_the_loss_sums_of_its_body() -> None:
 def test_microbatch_says_how_many_samples_count() -> None:
     seen: list[int] = []
 
-    def script(run: Run) -> None:
-        declare(run)
-        for step in run.steps(3):
-            with step:
-                for points in step.batches():
-                    step.backward(points.sum() * torch.ones((), requires_grad=True))
-                    seen.append(step.num_samples)
-                if step.number == 2:
-                    step.num_samples  # noqa: B018
+    def body(step: Step) -> None:
+        for points in step.batches():
+            step.backward(points.sum() * torch.ones((), requires_grad=True))
+            seen.append(step.num_samples)
+        if step.number == 2:
+            step.num_samples  # noqa: B018
 
-    loop = Loop(script, 0)
+    loop = loop_of(body)
     take(loop)
     assert seen == [2, 0], "the second one is padding"
     with pytest.raises(LoopMisused, match=r"step 2: `step.num_samples` is of a microbatch"):
@@ -191,13 +196,7 @@ def swallow_an_exception(step: Step) -> None:
     ],
 )
 def test_misused_step_is_a_one_line_error(body: Callable[[Step], None], message: str) -> None:
-    def script(run: Run) -> None:
-        declare(run)
-        for step in run.steps(3):
-            with step:
-                body(step)
-
-    loop = Loop(script, 0)
+    loop = loop_of(body)
     for number in (7, 7):  # the second time the loop receives the same step again
         with pytest.raises(LoopMisused, match=message) as raised:
             take(loop, number)
@@ -217,22 +216,16 @@ def test_script_without_a_step_is_an_error() -> None:
 
 
 def test_take_raises_the_exception_of_the_script() -> None:
-    def script(run: Run) -> None:
-        declare(run)
-        for step in run.steps(3):
-            with step:
-                raise KeyError("mine")
+    def raises(step: Step) -> None:
+        raise KeyError("mine")
 
-    def exits(run: Run) -> None:
-        declare(run)
-        for step in run.steps(3):
-            with step:
-                raise SystemExit(3)
+    def exits(step: Step) -> None:
+        raise SystemExit(3)
 
     with pytest.raises(KeyError, match="mine"):
-        take(Loop(script, 0))
+        take(loop_of(raises))
     with pytest.raises(LoopMisused, match=r"test_loop\.py, line \d+: sys\.exit\(3\) in the loop"):
-        take(Loop(exits, 0))
+        take(loop_of(exits))
 
 
 def test_script_reports_once_what_it_carries_without_keeping_it(

@@ -6,10 +6,10 @@ from contextlib import AbstractContextManager, nullcontext
 
 import pytest
 import torch
-from test_loop import declare, take
+from test_loop import declare, loop_of, take
 from torch.overrides import TorchFunctionMode
 
-from pipelines.loop import Run
+from pipelines.loop import Run, Step
 from pipelines.loop.loop import Loop
 from pipelines.loop.state.errors import LoopMisused
 
@@ -50,14 +50,11 @@ def test_other_backward_pass_of_a_microbatch_is_refused(losses: int, message: st
     """One with a gradient of its own, and a second one, whose gradients would have no weight."""
     weight = torch.ones(2, requires_grad=True)
 
-    def script(run: Run) -> None:
-        declare(run)
-        for step in run.steps(3):
-            with step:
-                for points in step.batches():
-                    for _ in range(losses):
-                        loss = (points @ weight).mean()
-                        loss.backward(torch.ones(()) if losses == 1 else None)
+    def body(step: Step) -> None:
+        for points in step.batches():
+            for _ in range(losses):
+                loss = (points @ weight).mean()
+                loss.backward(torch.ones(()) if losses == 1 else None)
 
     with pytest.raises(LoopMisused, match=message):
-        take(Loop(script, 0))
+        take(loop_of(body))
