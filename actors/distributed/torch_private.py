@@ -4,6 +4,7 @@ API does not suffice; `backends/torch_groups_private.py` has those for process g
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from importlib import import_module
 from typing import Any
 
@@ -277,3 +278,8 @@ def announce_reader(number: int, num_readers: int, dataset: Any) -> None:
     data_worker._worker_info = data_worker.WorkerInfo(
         id=number, num_workers=num_readers, seed=number, dataset=dataset
     )
+
+
+def without_tensor_subclasses() -> AbstractContextManager[None]:
+    """A context in which tensors of a subclass, such as parameters, behave as plain ones."""
+    return torch._C.DisableTorchFunctionSubclass()

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal, get_args
 
 from torch import nn
 
@@ -18,6 +18,9 @@ from pipelines.loop.state.microbatch_state import MicrobatchStates
 from pipelines.loop.state.script_variables import ScriptVariables
 from pipelines.settings.recipe import Dataset
 from pipelines.training.models.joined_model import joined
+
+Reduction = Literal["mean", "sum"]
+"""How a loss is made of those of its samples."""
 
 
 @dataclass(frozen=True)
@@ -64,6 +67,10 @@ class Declaration:
     """The modules whose experts `ep` deals to ranks; see `Recipe.experts`."""
     has_epochs: bool = False
     """Whether the script loops over epochs, and over the steps of each."""
+    in_one_pass: bool = False
+    """Whether a worker computes all its microbatches of a step together."""
+    sums_losses: bool = False
+    """Whether a loss is the sum of those of its samples, not their mean."""
 
     @property
     def model(self) -> nn.Module:
@@ -87,6 +94,20 @@ class Declaration:
     def batch(self) -> int:
         """Samples per step."""
         return self.source.microbatch * self.counts.microbatches
+
+
+def in_one_pass(declaration: Declaration, reduction: Reduction) -> Declaration:
+    """The declaration of a script with its own loop over its loader. Raises `LoopMisused` for what
+    only the microbatches of a step have."""
+    if reduction not in get_args(Reduction):
+        raise LoopMisused(f'run.range: reduction={reduction!r}: give "mean" or "sum"')
+    named = {"run.state": declaration.states.states, "`sequence`": declaration.sequence}
+    if used := next((name for name, value in named.items() if value), None):
+        raise LoopMisused(
+            f"run.range: {used} needs single microbatches: loop over run.epochs(...), with `with "
+            "step:` and step.batches()"
+        )
+    return replace(declaration, in_one_pass=True, sums_losses=reduction == "sum")
 
 
 class NotDeclared(LoopMisused):

@@ -19,6 +19,19 @@ CPU = torch.device("cpu")
 TOLERANCE, COARSE = 1e-3, 2e-2
 """Relative, of float32 sums in another order, and of a loss that autocast may have rounded."""
 COARSE_TYPES = (torch.bfloat16, torch.float16)
+OF_MICROBATCH = (
+    "batch_size, and not only on the batch: if it is a sum over the batch, "
+    "step.backward(loss * microbatches) has that sum, and this note is not for you; if it is a "
+    "mean of tokens, pass their number to step.backward(loss, weight); if it compares samples with "
+    "each other, load the whole batch with microbatches=1"
+)
+OF_PASS = (
+    "how many workers share a batch: if it is a sum over the samples, give "
+    'run.range(..., reduction="sum"); if it is a mean of tokens, call '
+    "run.step.backward(loss, weight) with their number in place of loss.backward(); if it compares "
+    "samples with each other, give run.range(..., microbatches=1)"
+)
+"""What to do about a loss that depends on the grouping."""
 MODES = ("BatchNorm", "Dropout", "AlphaDropout")
 """Modules of torch, by their names, that compute something else in evaluation mode."""
 
@@ -56,7 +69,7 @@ class GroupingTrial:
         """Note whether a loss may have been computed from values of few digits, by autocast."""
         self._is_coarse |= any(tensor.dtype in COARSE_TYPES for tensor in tensors_in(output))
 
-    def note(self, sums: Sequence[LossSums]) -> str | None:
+    def note(self, sums: Sequence[LossSums], advice: str = OF_MICROBATCH) -> str | None:
         """A note for the user, by the losses of both halves and of the whole."""
         while self._hooks:
             self._hooks.pop().remove()
@@ -71,10 +84,6 @@ class GroupingTrial:
         if abs(mean - together) <= tolerance * max(abs(mean), abs(together)) + tolerance**2:
             return None
         return (
-            f"{self._place}the loss of a microbatch ({together:.4g}) is not the mean of those of "
-            f"its halves ({mean:.4g}), so training depends on batch_size, and not only on the "
-            "batch: if it is a sum over the batch, step.backward(loss * microbatches) has that "
-            "sum, and this note is not for you; if it is a mean of tokens, pass their number to "
-            "step.backward(loss, weight); if it compares samples with each other, load the whole "
-            "batch with microbatches=1"
+            f"{self._place}the loss of some samples ({together:.4g}) is not the mean of those of "
+            f"both halves ({mean:.4g}), so training depends on {advice}"
         )

@@ -38,8 +38,8 @@ class LoopPasses(SequentialPasses):
         moving.may_thaw = True
 
     def agree_on_size(self) -> int:
-        """One microbatch: the loop's body sees each of `step.batches()`."""
-        return 1
+        """One microbatch, as the loop's body sees each of `step.batches()`; or all of them."""
+        return self.size.largest_share if self.loop.declaration.in_one_pass else 1
 
     def train(self, microbatch_inputs: Iterable[Any], num_rounds: int) -> list[LossSums]:
         inputs = iter(microbatch_inputs)
@@ -70,13 +70,13 @@ class LoopEngine:
         self._moving = moving
         self._parallel = parallel
         self._num_begun = 0
-        self._attention = ExitStack()
-        """What the script's thread computes in place of torch's attention."""
+        self._modes = ExitStack()
+        """What the script's thread computes in place of torch's attention and draws."""
         self._changes = BodyChanges(moving.installed)
 
     def next(self) -> CustomBatch:
         self._changes.refuse()
-        self._attention.close()
+        self._modes.close()
         microbatch = next(self._microbatches)
         # Else copies of weights from the pass before, in their dtype of autocast, would be used
         # again, and FSDP would reduce gradients before all of the pass have arrived.
@@ -86,13 +86,15 @@ class LoopEngine:
             self._sharded.accumulate(self._num_begun == self.num_microbatches)
         self._moving.begin_pass()
         if microbatch.length:
-            self._attention.enter_context(over_ring(microbatch.length, self._parallel))
+            self._modes.enter_context(over_ring(microbatch.length, self._parallel))
+        if microbatch.seeds is not None and microbatch.seeds.draws is not None:
+            self._modes.enter_context(microbatch.seeds.draws)
         return microbatch
 
     def forwarded(self, count: Tensor) -> None:
-        self._attention.close()
+        self._modes.close()
         if self._parallel.num_cp > 1:
-            self._attention.enter_context(AttentionRefused())
+            self._modes.enter_context(AttentionRefused())
         self._moving.end_pass(count, self._num_begun == self.num_microbatches)
 
     def called(self) -> None:
@@ -102,4 +104,4 @@ class LoopEngine:
         self._changes.refuse()
 
     def left(self) -> None:
-        self._attention.close()
+        self._modes.close()

@@ -5,40 +5,33 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from inspect import currentframe
 from types import FrameType
 from typing import Any
 
 from torch import Tensor, nn
-from torch.amp import GradScaler
-from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
-from torch.utils.data import DataLoader
 
 from actors.runtime.program import Evaluation
 from pipelines.errors import UserError
-from pipelines.loop.declaration import Declaration, EvaluationSetup, StepCounts
+from pipelines.loop.declaration import (
+    Declaration,
+    EvaluationSetup,
+    Reduction,
+    StepCounts,
+    in_one_pass,
+)
 from pipelines.loop.epochs import EpochSteps, epochs_of
 from pipelines.loop.modules.module_numbers import ModuleNumbers
 from pipelines.loop.prepared.called_module import CalledModels
-from pipelines.loop.prepared.data_source import DataSource, drawn_by, source_of
-from pipelines.loop.prepared.model import prepare_model
+from pipelines.loop.prepared.loader_loop import parts_of_batch
 from pipelines.loop.prepared.optimizer_factory import ScriptOptimizerFactory
-from pipelines.loop.prepared.refusals import refuse_distributed, refuse_prepared
+from pipelines.loop.prepared.prepared_objects import PreparedObjects, refuse_counts
 from pipelines.loop.prepared.script_moment import Moment
 from pipelines.loop.prepared.tensor_plans import TensorPlans
-from pipelines.loop.prepared.wrappers import (
-    PreparedLoader,
-    PreparedOptimizer,
-    PreparedScaler,
-    PreparedScheduler,
-)
 from pipelines.loop.state.carried_state import CarriedState
 from pipelines.loop.state.errors import LoopMisused
 from pipelines.loop.state.frame_locals import caller_of
 from pipelines.loop.state.kept_objects import KeptObjects
-from pipelines.loop.state.loss_scaler import LossScaler
 from pipelines.loop.state.microbatch_state import CarriedTensor, MicrobatchStates
 from pipelines.loop.state.named_values import NamedValues
 from pipelines.loop.state.script_variables import ScriptVariables
@@ -68,14 +61,10 @@ class Run:
         self._prints_early = prints_early
         self._begin = begin
         self._models, self._at = models, models.at
-        self._evaluate, self._gather_optimizer = evaluate, gather_optimizer
-        self._optimizers: list[Optimizer] = []
-        self._schedulers: list[LRScheduler] = []
-        self._scaler: LossScaler | None = None
+        self._evaluate = evaluate
+        self._objects = PreparedObjects(models, gather_optimizer)
         self._kept = KeptObjects()
         self._states = MicrobatchStates()
-        self._factory: ScriptOptimizerFactory | None = None
-        self._source: DataSource | None = None
         self._evaluation: EvaluationSetup | None = None
         self._plans = TensorPlans()
         self._sequence: dict[str | int, int] = {}
@@ -107,7 +96,7 @@ class Run:
             num_models = sum(isinstance(item, nn.Module) for item in objects)
             self._plans.add(plan or {}, tp_divides, experts, len(self._models), num_models)
         self._sequence |= sequence or {}
-        prepared = tuple(self._prepared(item) for item in objects)
+        prepared = tuple(self._objects.take(item) for item in objects)
         return prepared[0] if len(prepared) == 1 else prepared
 
     def draw(self, function: Callable[..., Any], *arguments: Any) -> None:
@@ -118,8 +107,7 @@ class Run:
         Python and NumPy have a seed of their own for each, so that all workers draw what one
         would. Raises `LoopMisused` for a function that has another state.
         """
-        _refuse_second(self._source, "loader")
-        self._source = drawn_by(function, arguments)
+        self._objects.draw(function, arguments)
 
     def keep(self, *objects: Any, names: Sequence[str] = ()) -> Any:
         """Make objects that the script itself changes part of the run's state, before the loop.
@@ -194,7 +182,7 @@ class Run:
         counts = StepCounts(num_steps, microbatches, updates_per_batch)
         clipping = _clipping(max_grad_norm, max_grad_value)
         if split_batches:
-            self._split_batches(microbatches)
+            self._objects.split(microbatches)
         return self._begin(self._declared(counts, clipping, caller_of(currentframe())))
 
     def epochs(
@@ -214,23 +202,45 @@ class Run:
         An epoch consists of the whole steps of the loader's data, or of `steps_per_epoch`. Raises
         `LoopMisused` if neither is known.
         """
-        _refuse_counts(num_epochs=num_epochs, microbatches=microbatches)
-        if split_batches:
-            self._split_batches(microbatches)
-        size = updates_per_batch
-        if steps_per_epoch is not None:
-            _refuse_counts(steps_per_epoch=steps_per_epoch)
-            size = steps_per_epoch
-        elif (source := self._source) is not None:
-            batch = source.microbatch * microbatches
-            self._source = source.in_whole_steps(batch)
-            size *= self._source.epoch_size // batch
+        refuse_counts(num_epochs=num_epochs)
+        size = self._objects.begin_epochs(microbatches, split_batches, steps_per_epoch)
+        size *= 1 if steps_per_epoch else updates_per_batch
         counts = StepCounts(num_epochs * size, microbatches, updates_per_batch)
         clipping = _clipping(max_grad_norm, max_grad_value)
         declared = self._declared(counts, clipping, caller_of(currentframe()))
-        declared = replace(declared, has_epochs=True)
-        steps = self._begin(declared)
-        return epochs_of(steps, size, num_epochs, first, self.stop, declared.begin_in_epoch)
+        return self._epochs(declared, size, num_epochs, first)
+
+    def range(
+        self,
+        first: int,
+        stop: int | None = None,
+        *,
+        microbatches: int | None = None,
+        max_grad_norm: float | None = None,
+        max_grad_value: float | None = None,
+        reduction: Reduction = "mean",
+    ) -> Iterator[int]:
+        """The remaining epochs of `range(first, stop)`, in each of which the script's own loop over
+        its prepared loader trains, as in `for images, labels in loader:`.
+
+        Each iteration of that loop is a step: the batch is this worker's part of a batch of the
+        loader, and `optimizer.step()` ends it. Behind that the tensor of the loss holds the mean
+        over the whole batch. The batch is dealt to the workers in `microbatches` parts, by default
+        the largest divisor of its size up to 32. `reduction` is that of the loss over its samples,
+        as in torch's loss functions. An epoch consists of the whole steps of the loader's data.
+        Else as `steps`.
+        """
+        first, num_epochs = (0, first) if stop is None else (first, stop - first)
+        if microbatches is None:
+            source = self._objects.source
+            microbatches = parts_of_batch(source.microbatch) if source else 1
+        refuse_counts(num_epochs=num_epochs)
+        size = self._objects.begin_epochs(microbatches, is_split=True)
+        counts = StepCounts(num_epochs * size, microbatches, updates_per_batch=1)
+        clipping = _clipping(max_grad_norm, max_grad_value)
+        declared = self._declared(counts, clipping, caller_of(currentframe()))
+        declared = in_one_pass(declared, reduction)
+        return self._objects.loop.follow(self._epochs(declared, size, num_epochs, first))
 
     @property
     def is_first_worker(self) -> bool:
@@ -242,6 +252,15 @@ class Run:
                 "command runs that code, too: write a file in the loop, at `step.number == 1`"
             )
         return self._at.is_first_worker
+
+    @property
+    def step(self) -> Step:
+        """The present step, or the one behind which the script is. Raises `LoopMisused` in front
+        of the first."""
+        step = self._at.step or self._at.behind
+        if not isinstance(step, Step):
+            raise LoopMisused("run.step: no step has begun: use it in the loop, behind a batch")
+        return step
 
     def stop(self) -> None:
         """End the run with the present step, as completed. All workers must call it."""
@@ -258,16 +277,19 @@ class Run:
         if is_here and not is_repeated:
             _print(*values, **{"flush": True, **keywords})
 
-    def _split_batches(self, microbatches: int) -> None:
-        _refuse_counts(microbatches=microbatches)
-        if self._source is not None:
-            self._source = self._source.split(microbatches)
+    def _epochs(
+        self, declared: Declaration, size: int, num_epochs: int, first: int
+    ) -> Iterator[tuple[int, EpochSteps]]:
+        declared = replace(declared, has_epochs=True)
+        steps, begin = self._begin(declared), declared.begin_in_epoch
+        return epochs_of(steps, size, num_epochs, first, self.stop, begin)
 
     def _declared(
         self, counts: StepCounts, clipping: Clipping, script: FrameType | None
     ) -> Declaration:
-        _refuse_counts(**vars(counts))
-        models, optimizers, source = self._models.declared, self._optimizers, self._source
+        refuse_counts(**vars(counts))
+        objects = self._objects
+        models, optimizers, source = self._models.declared, objects.optimizers, objects.source
         if not models or not optimizers or source is None:
             kinds = {"model": models or None, "optimizer": optimizers or None, "loader": source}
             missing = [kind for kind, item in kinds.items() if item is None]
@@ -284,12 +306,12 @@ class Run:
         self._kept.refuse_shared(models)
         names = {parameter: name for name, parameter in joined(models).named_parameters()}
         numbers = ModuleNumbers(models)
-        self._factory = ScriptOptimizerFactory(
-            optimizers, self._schedulers, names, clipping, self._scaler, self._kept, numbers
+        objects.factory = ScriptOptimizerFactory(
+            optimizers, objects.schedulers, names, clipping, objects.scaler, self._kept, numbers
         )
         return Declaration(
             self._models,
-            self._factory,
+            objects.factory,
             source,
             counts,
             CarriedState(script, self._known(), self._kept.objects),
@@ -308,75 +330,9 @@ class Run:
             yield from model.parameters()
             yield from model.buffers()
 
-    def _note_step(self, optimizer: Optimizer) -> None:
-        """Called where a script would step this optimizer."""
-        if len(self._optimizers) > 1 and self._at.moment is Moment.BETWEEN_STEPS:
-            raise LoopMisused(
-                "optimizer.step() outside of `with step:`: with several optimizers call it in the "
-                "block, so that the run knows which of them step"
-            )
-        self._at.note_optimizer_step()
-        if self._factory is not None and self._at.moment is Moment.IN_STEP:
-            self._factory.values.note_step(optimizer)
-
-    def _whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
-        """The `state_dict` of an optimizer."""
-        if self._at.moment is Moment.IN_STEP:
-            raise LoopMisused(
-                "optimizer.state_dict: within a step it is sharded over the workers; use it "
-                "between two steps"
-            )
-        if self._factory is None or self._at.moment is Moment.BEFORE_LOOP:
-            return optimizer.state_dict()
-        return self._factory.state_dict(optimizer, self._gather_optimizer())
-
-    def _before_schedule(self, optimizer: Optimizer) -> None:
-        self._at.refuse_unread()
-        if self._factory is not None and self._at.moment is Moment.IN_STEP:
-            self._factory.values.take(optimizer)
-
-    def _prepared(self, item: Any) -> Any:
-        refuse_prepared(item)
-        refuse_distributed(item)
-        match item:
-            case nn.Module():
-                return prepare_model(item, self._models)
-            case Optimizer():
-                self._optimizers.append(item)
-                note_step, whole = partial(self._note_step, item), partial(self._whole_state, item)
-                return PreparedOptimizer(item, note_step, whole)
-            case LRScheduler():
-                self._schedulers.append(item)
-                return PreparedScheduler(item, partial(self._before_schedule, item.optimizer))
-            case GradScaler():
-                _refuse_second(self._scaler, "scaler")
-                self._scaler = LossScaler(item)
-                return PreparedScaler(item, self._scaler, self._at)
-            case DataLoader():
-                _refuse_second(self._source, "loader")
-                self._source = source_of(item)
-                return PreparedLoader(item, self._at)
-        raise LoopMisused(
-            f"run.prepare: cannot prepare {type(item).__name__}; pass a model, an optimizer, "
-            "learning-rate schedulers, a GradScaler, and a DataLoader"
-        )
-
-
-def _refuse_counts(**counts: int) -> None:
-    for name, count in counts.items():
-        if not isinstance(count, int) or count < 1:
-            raise LoopMisused(f"run.steps: {name}={count} must be a whole number from 1 on")
-
 
 def _clipping(max_norm: float | None, max_value: float | None) -> Clipping:
     try:
         return Clipping(max_norm, max_value)
     except UserError as error:
         raise LoopMisused(f"run.steps: {error}") from None
-
-
-def _refuse_second(known: Any, kind: str) -> None:
-    if known is not None:
-        advice = "; for held-out samples use run.evaluation(dataset, losses)"
-        advice = advice if kind == "loader" else ""
-        raise LoopMisused(f"run.prepare: a second {kind}; a run trains with one{advice}")

@@ -15,21 +15,8 @@ from torch import Tensor
 from pipelines.loop.prepared.loss_backward import run_backward, set_entered
 from pipelines.loop.prepared.script_moment import ScriptMoment
 from pipelines.loop.reports import Reported
-from pipelines.loop.state.errors import LoopMisused
-from pipelines.settings.user_code import place_of
+from pipelines.loop.state.errors import LoopMisused, explained
 from pipelines.training.workload.workload import LossSums, at_least_float32
-
-SHARDED = {
-    "got mixed torch.Tensor and DTensor": (
-        "the body calls a part of the model, whose weights are sharded over workers (fsdp with "
-        "zero=3): call the whole model, or train with --layout dp, or zero=2"
-    ),
-    "out of bounds for storage of size 0": (
-        "the body differentiates a gradient (create_graph), for which the weights must stay whole, "
-        "but they are sharded over workers (fsdp with zero=3): train with --layout dp, or zero=2"
-    ),
-}
-"""What an exception of the body means where weights are sharded, by a part of its text."""
 
 
 class Microbatch(Protocol):
@@ -113,7 +100,11 @@ class Step:
         self.own_reports = Reported()
         self._num_samples: int | None = None
         """Of the present microbatch."""
-        self._is_entered = self._is_over = False
+        self._is_entered = self.is_over = False
+        self._reading: Iterator[Any] | None = None
+        """The microbatches of a step that `open` has entered."""
+        self.summed_samples: int | None = None
+        """Where a loss is the sum over its samples: those of the whole step."""
 
     @property
     def epoch(self) -> int:
@@ -141,7 +132,40 @@ class Step:
     @property
     def is_reading(self) -> bool:
         """Whether microbatches remain without a backward pass."""
-        return self._engine is not None and len(self._sums) < self._engine.num_microbatches
+        if self._engine is None or self.goes_on:
+            return False
+        return len(self._sums) < self._engine.num_microbatches
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether the script runs on in a body that has failed: nothing unwinds it in its own loop
+        over its loader."""
+        return self._reading is not None and self._failure is not None
+
+    def open(self) -> Any:
+        """Enter the step without `with step:`, and return its only microbatch. If that cannot be
+        read, the step is over."""
+        self.__enter__()
+        self._reading = self.batches()
+        try:
+            return next(self._reading)
+        except Exception as error:
+            self.__exit__(type(error), error, error.__traceback__)
+
+    def close(self) -> None:
+        """Leave a step that `open` has entered, unless it is over."""
+        if self._reading is None or self.is_over:
+            return
+        try:
+            next(self._reading, None)
+        except Exception as error:
+            self.note(error)
+        self.__exit__(None, None, None)
+
+    def is_left_committed(self) -> bool:
+        """Whether the step has committed with which the script leaves its loop."""
+        self.close()
+        return self.committed
 
     def __enter__(self) -> Step:
         self._is_entered = True
@@ -187,6 +211,7 @@ class Step:
                 self.note(error)
                 raise
             self._open, self._num_samples = microbatch, microbatch.num_samples
+            self._at.loss = None
             yield microbatch.value
         self._num_samples = None
         self._check_closed()
@@ -208,7 +233,12 @@ class Step:
                 "model's names them, as in loss.backward(inputs=[noise]); for several updates from "
                 "the same batch see updates_per_batch of run.steps"
             )
+        self._at.loss = loss if self._at.loss is None else self._at.loss
+        if self.goes_on:
+            return
         self._check_loss(loss)
+        if self.summed_samples and weight is None:
+            loss = loss * (self.summed_samples / max(1, microbatch.num_samples))
         weight = microbatch.num_samples if weight is None else weight
         count = torch.as_tensor(weight if microbatch.num_samples else 0, device=loss.device)
         count = count.detach().reshape(())
@@ -219,6 +249,8 @@ class Step:
             engine.called()
         except BaseException as error:
             self.note(error)
+            if self._reading is not None and isinstance(error, Exception):
+                return  # the step comes again
             raise
         self._sums.append(LossSums(total.detach(), count))
 
@@ -266,7 +298,7 @@ class Step:
         Read it behind the block, on all workers or on one. If the step has not committed, they are
         those of an earlier step, or NaN. Raises `LoopMisused` in the block.
         """
-        if not self._is_over:
+        if not self.is_over:
             raise self._misused(
                 "`step.reported` is what all workers have reported: read it behind `with step:`"
             )
@@ -283,7 +315,7 @@ class Step:
     def note(self, error: BaseException) -> None:
         """Record an error: the step cannot commit, even if the script suppresses the error."""
         if self._failure is None:
-            self._failure = self._explained(error)
+            self._failure = explained(error, f"step {self.number}")
 
     def note_call(self) -> None:
         """A model was called: what has changed in its buffers was changed by that pass."""
@@ -292,27 +324,21 @@ class Step:
 
     def ensure_finished(self) -> None:
         """Finish the step when the loop requests another; an error if it was never entered."""
+        self.close()
         if not self._is_entered:
             self._failure = LoopMisused(
                 f"step {self.number} was never entered: write `with step:` in the loop's body"
             )
-        if not self._is_over:
+        if not self.is_over:
             self._finish()
 
-    def _explained(self, error: BaseException) -> BaseException:
-        text = next((text for part, text in SHARDED.items() if part in str(error)), None)
-        if text is None:
-            return error
-        explained = LoopMisused(f"step {self.number}: {text}")
-        explained.place = place_of(error)
-        return explained.with_traceback(error.__traceback__)
-
     def _finish(self) -> None:
-        self._is_over = True
+        self.is_over = True
         self._at.leave()
         failure, self._failure = self._failure, None
         sums, self._sums = self._sums, []
         self.committed = self.on_finish(sums if failure is None else failure)
+        self._at.show_loss(self.loss)
 
     def _mistake(self) -> LoopMisused | None:
         """What is wrong with a body that has ended without an error."""

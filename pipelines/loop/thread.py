@@ -213,8 +213,7 @@ class LoopThread:
                 if self._step is not None:
                     step.loss, step.reports = self._step.loss, self._step.reports
                 self._step, at.behind = step, None
-                step.on_enter, step.on_finish = self._enter, self._finish
-                step.gather_reports = partial(self.request, Request.REPORTS)
+                self._connect(step, declaration)
                 loops.update(_places(currentframe()))
                 step.seed_draws("before the body")
                 declaration.variables.note()
@@ -235,11 +234,16 @@ class LoopThread:
         except GeneratorExit:
             if not _leaves_by_itself(currentframe(), loops):
                 raise  # by an exception, which is reported when it arrives
-            if self._step is not None and self._step.committed:
+            if self._step is not None and self._step.is_left_committed():
                 state.keep(at.keep_changes())
         self._outcomes.put(Arrived.BEHIND_LOOP)
         while not isinstance(self._turns.get(), Proceed):
             """Only one worker runs on; to raise here would not end a script's `break`."""
+
+    def _connect(self, step: Step, declaration: Declaration) -> None:
+        step.on_enter, step.on_finish = self._enter, self._finish
+        step.gather_reports = partial(self.request, Request.REPORTS)
+        step.summed_samples = declaration.batch if declaration.sums_losses else None
 
     def _enter(self) -> Engine:
         """Called at the start of a step's body."""

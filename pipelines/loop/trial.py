@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from copy import deepcopy
 from typing import Any
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 from actors.runtime.program import Evaluation
 from pipelines.errors import UserError, first_line
 from pipelines.loop.body_changes import BodyChanges
-from pipelines.loop.grouping import CPU, GroupingTrial
+from pipelines.loop.grouping import CPU, OF_PASS, GroupingTrial
 from pipelines.loop.loop import Loop
 from pipelines.loop.state.errors import LoopMisused
 from pipelines.loop.state.microbatch_state import MicrobatchStates
@@ -39,6 +40,12 @@ MAX_BYTES = 1 << 28
 """The parameters of the largest model that is tried: the trial needs as much again for a copy, and
 for gradients, and the user waits for it."""
 NUM_MICROBATCHES = 2
+BATCH_NORM = "BatchNorm"
+ON_BATCH_NORM = (
+    "BatchNorm: its statistics are those of a worker's part of each batch, as with DDP, so losses "
+    "depend a little on the number of workers; in a loop over run.epochs they are those of a "
+    "microbatch, with any number of workers"
+)
 
 
 def try_body(loop: Loop, workload: CustomWorkload, compares: bool = True) -> str | None:
@@ -57,11 +64,16 @@ def try_body(loop: Loop, workload: CustomWorkload, compares: bool = True) -> str
         if loop.left_after is not None:
             return None
         states, settings = loop.declaration.states, workload.settings
+        in_one_pass = loop.declaration.in_one_pass
         is_divided = settings.microbatch > 1 and settings.num_microbatches > 1
-        compares = compares and is_divided and not states.states
+        compares = compares and is_divided and not states.states and not in_one_pass
         recorder = CallRecorder(module)
+        size = settings.microbatch
+        samples = workload.first(NUM_MICROBATCHES * size)
+        parts = [samples] if in_one_pass else [samples[:size], samples[size:]]
         grouping = GroupingTrial(module) if compares else None
-        engine = _TrialEngine(workload, states, module, grouping, recorder)
+        compared = _halves_and_whole(workload, parts[0]) if compares else []
+        engine = _TrialEngine(workload, states, module, parts, compared, grouping, recorder)
         own_changes = OwnChanges([module])
         try:
             with recorder:
@@ -79,7 +91,35 @@ def try_body(loop: Loop, workload: CustomWorkload, compares: bool = True) -> str
     trained = frozenset(name for name, parameter in named if parameter.grad is not None)
     why_no_cp = _why_no_cp(loop, workload) if workload.recipe.sequence else None
     workload.body = BodyTrial(recorder.calls, trained, why_no_cp)
+    if in_one_pass and settings.num_microbatches > 1:
+        return _note_on_parts(loop, workload)
     return engine.grouping.note(sums[NUM_MICROBATCHES:]) if engine.grouping else None
+
+
+def _note_on_parts(loop: Loop, workload: CustomWorkload) -> str | None:
+    """A note for the user if the loss of a pass is not the mean of those of its halves. The script
+    computes each from its beginning, as what follows a body must not run."""
+    module = in_dtypes(workload.recipe.model(), workload.recipe)
+    sums, grouping = [], GroupingTrial(module)
+    with seeded(workload.settings.seed), prints_dropped():
+        samples = workload.first(NUM_MICROBATCHES * workload.settings.microbatch)
+        for part in _halves_and_whole(workload, samples):
+            loop.restart_script()
+            _bring_to_body(loop, workload)
+            states = loop.declaration.states
+            engine = _TrialEngine(workload, states, module, [], [part], grouping)
+            try:
+                sums += loop.compute(engine, module)
+            except Exception:
+                return None  # the body needs a batch of the declared size
+    kinds = {type(part).__name__ for part in module.modules()}
+    on_statistics = ON_BATCH_NORM if any(BATCH_NORM in kind for kind in kinds) else None
+    return grouping.note(sums, OF_PASS) or on_statistics
+
+
+def _halves_and_whole(workload: CustomWorkload, samples: Sequence[int]) -> list[list[Any]]:
+    items, half = workload.items(samples), len(samples) // 2  # once: they may be augmented
+    return [items[:half], items[half:], items]
 
 
 def _why_no_cp(loop: Loop, workload: CustomWorkload) -> str | None:
@@ -170,17 +210,15 @@ class _TrialEngine:
         workload: CustomWorkload,
         states: MicrobatchStates,
         module: nn.Module,
-        grouping: GroupingTrial | None,
-        recorder: CallRecorder,
+        parts: Sequence[Sequence[int]],
+        compared: Sequence[list[Any]] = (),
+        grouping: GroupingTrial | None = None,
+        recorder: CallRecorder | None = None,
     ) -> None:
-        size = workload.settings.microbatch
-        samples = workload.first(NUM_MICROBATCHES * size)
+        """A body computes the samples of each of the `parts`, and then what is `compared`."""
         self.grouping = grouping
-        self._parts = [samples[first : first + size] for first in range(0, len(samples), size)]
-        self._compared: list[list[Any]] = []
-        if grouping:
-            items = workload.items(self._parts[0])  # once: they may be augmented at random
-            self._compared = [items[: size // 2], items[size // 2 :], items]
+        self._parts = parts
+        self._compared = compared
         self.num_microbatches = len(self._parts) + len(self._compared)
         self.is_comparing = False
         """Whether the microbatch is one that is only compared."""
@@ -195,9 +233,9 @@ class _TrialEngine:
         torch.clear_autocast_cache()
         number, workload = self._num_begun, self._workload
         self._num_begun += 1
-        if number:
+        if number and self._recorder:
             self._recorder.stop()
-        self.is_comparing = number >= NUM_MICROBATCHES
+        self.is_comparing = number >= len(self._parts)
         batch = self._compared_batch(number) if self.is_comparing else self._read(number)
         workload.seed_forward(number)
         device = torch.device("cpu")
@@ -228,7 +266,7 @@ class _TrialEngine:
         assert self.grouping is not None
         self.grouping.begin()
         self.grouping.before()
-        batch = self._workload.batch_of(deepcopy(self._compared[number - NUM_MICROBATCHES]))
+        batch = self._workload.batch_of(deepcopy(self._compared[number - len(self._parts)]))
         self.grouping.after()
         return batch
 

@@ -40,6 +40,7 @@ from pipelines.settings.script_file import ScriptFile
 from pipelines.training.checkpoint.part_file import write_part
 from pipelines.training.checkpoint.reader import read_regions
 from pipelines.training.custom.custom_workload import CustomWorkload
+from pipelines.training.custom.merge_trial import Merging
 from pipelines.training.custom.module_calls import BodyTrial
 from pipelines.training.custom.modules.custom_module import MAX_WHOLE_BYTES
 from pipelines.training.models.language_model import LanguageModelWorkload
@@ -93,6 +94,8 @@ class TrainingProgram:
         self.workload = make_workload(self.settings, data_folder, recipe, most_bytes, positions)
         if self.loop is not None and isinstance(self.workload, CustomWorkload):
             self.workload.optimizer_factory = self.loop.optimizer_factory
+            if self.loop.declaration.in_one_pass:
+                self.workload.merging = Merging(None, divides_draws=True)
             self.workload.body = BodyTrial()
             take_data = WeakMethod(self._take_data)  # else the loop's thread would outlive it
             self.loop.on_restart = lambda: (take_data() or nothing)()

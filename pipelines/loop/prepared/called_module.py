@@ -8,11 +8,13 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from actors.distributed.torch_private import direct_buffers
+from actors.distributed.torch_private import direct_buffers, without_tensor_subclasses
+from pipelines.loop.modules.model_views import plain
 from pipelines.loop.modules.shared_attributes import SharedAttributes
 from pipelines.loop.prepared.script_moment import Moment, ScriptMoment
 from pipelines.loop.state.errors import LoopMisused
 from pipelines.training.models.joined_model import roots_of
+from pipelines.training.workload.trees import mapped
 
 
 class CalledModule:
@@ -100,9 +102,31 @@ class CalledModule:
                 self.at.step.note_call()
             return output
         except BaseException as error:
-            if self.at.step is not None:
-                self.at.step.note(error)
-            raise
+            step = self.at.step
+            if step is not None:
+                step.note(error)
+            if step is None or not step.goes_on or not isinstance(error, Exception):
+                raise
+            return self._call_stale(inputs, keywords, error)
+
+    def _call_stale(self, inputs: Any, keywords: Any, error: Exception) -> Any:
+        """What the declared module returns with its old values, for a body that has failed: the
+        script's own loop runs on to the next step, which is the same again. Raises the error if
+        the inputs do not fit that module either."""
+        own = next(self.declared.parameters())
+        device = own.device
+
+        def moved(tensor: Tensor) -> Tensor:
+            nonlocal device
+            device = tensor.device
+            return tensor.to(own.device, own.dtype if tensor.is_floating_point() else None)
+
+        try:
+            with without_tensor_subclasses(), self.calling():
+                output = plain(self.declared)(*mapped(moved, inputs), **mapped(moved, keywords))
+            return mapped(lambda tensor: tensor.to(device), output)
+        except Exception:
+            raise error from None
 
 
 class CalledModels:

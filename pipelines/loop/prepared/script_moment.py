@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from enum import Enum
 from inspect import currentframe
@@ -52,6 +53,11 @@ class OpenStep(Protocol):
     @property
     def is_reading(self) -> bool: ...
 
+    @property
+    def goes_on(self) -> bool: ...
+
+    def close(self) -> None: ...
+
     def note(self, error: BaseException) -> None: ...
 
     def note_call(self) -> None: ...
@@ -87,6 +93,8 @@ class ScriptMoment:
         self.behind: OpenStep | None = None
         """The step behind whose block the script is: what it changes in its models there is kept,
         if the step has committed."""
+        self.loss: Tensor | None = None
+        """The loss of the latest microbatch, as the script has computed it, without its scale."""
         self.values = ModelValues()
         self._watched: list[Tensor] = []
         self._were_trained: list[bool] = []
@@ -130,10 +138,18 @@ class ScriptMoment:
                 "turn it is not needed: an optimizer that is not stepped changes nothing)"
             )
         self._refuse_changes(f"step {step.number}")
-        self.step, self.is_stepped = step, False
+        self.step, self.is_stepped, self.loss = step, False, None
 
     def leave(self) -> None:
         self.step, self.behind = None, self.step
+
+    def show_loss(self, mean: float) -> None:
+        """Let the script's loss be that of the whole step, so that `total += loss.item()` behind
+        the step is right with any number of workers."""
+        loss, self.loss = self.loss, None
+        is_known = math.isfinite(mean)
+        if is_known and isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_leaf:
+            loss.detach().fill_(mean)
 
     def keep_changes(self) -> dict[str, Tensor]:
         """All that the script has changed in its models since the latest committed step."""

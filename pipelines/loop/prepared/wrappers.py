@@ -12,6 +12,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from torch.utils.data import DataLoader
 
+from pipelines.loop.prepared.loader_loop import LoaderLoop
 from pipelines.loop.prepared.script_moment import Moment, ScriptMoment
 from pipelines.loop.state.errors import LoopMisused
 from pipelines.loop.state.loss_scaler import LossScaler
@@ -80,7 +81,7 @@ class PreparedScaler:
     def scale(self, outputs: Tensor) -> Tensor:
         """The loss times the scale, to be passed to `step.backward`."""
         if self._at.moment is Moment.IN_STEP:
-            self._scaler.used = self._scaler.scale
+            self._scaler.used, self._at.loss = self._scaler.scale, outputs
         return outputs * self._scaler.scale if self._scaler.is_enabled else outputs
 
     def unscale_(self, optimizer: Any) -> None:
@@ -122,22 +123,25 @@ class PreparedScheduler:
 
 
 class PreparedLoader:
-    """Wrapper of a loader: its length is an epoch in microbatches.
+    """Wrapper of a loader: in an epoch of `run.range` the script's loop over it trains.
 
-    It is iterated only outside of the steps, e.g. by `torch.optim.swa_utils.update_bn`.
+    Else its length is an epoch in microbatches, and it is iterated only outside of the steps, e.g.
+    by `torch.optim.swa_utils.update_bn`.
     """
 
-    def __init__(self, declared: DataLoader[Any], at: ScriptMoment) -> None:
+    def __init__(self, declared: DataLoader[Any], at: ScriptMoment, loop: LoaderLoop) -> None:
         self.declared = declared
         self._at = at
+        self._loop = loop
 
     def __len__(self) -> int:
-        return len(self.declared)
+        num_steps = self._loop.num_steps
+        return len(self.declared) if num_steps is None else num_steps
 
     def __iter__(self) -> Iterator[Any]:
         if self._at.moment is Moment.IN_STEP:
             raise LoopMisused("the loader cannot be iterated: loop over `step.batches()` instead")
-        return iter(self.declared)
+        return self._loop.batches() if self._loop.is_due else iter(self.declared)
 
     def __getattr__(self, name: str) -> Any:
         """Those of the script's loader: `sampler.set_epoch`, for example, has no effect, as the run

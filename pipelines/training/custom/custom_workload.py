@@ -191,16 +191,16 @@ class CustomWorkload:
         return why_not_split(self.optimizer_factory, trained_dims(self.module()))
 
     @cached_property
-    def _merging(self) -> Merging:
+    def merging(self) -> Merging:
         return try_merging(self)
 
     @property
     def why_unmergeable(self) -> str | None:
-        return self._merging.why_not
+        return self.merging.why_not
 
     @property
     def divides_draws(self) -> bool:
-        return self._merging.divides_draws
+        return self.merging.divides_draws
 
     @property
     def custom_loss(self) -> CustomLoss:

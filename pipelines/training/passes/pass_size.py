@@ -75,7 +75,10 @@ class PassSize:
         self._observations = observations
         layout, shares = groups.assignment.layout, groups.assignment.shares
         self._key = replace(layout, dp=1)
-        most = num_rounds(settings.num_microbatches, layout.num_data_ranks, shares)
+        self.largest_share = most = num_rounds(
+            settings.num_microbatches, layout.num_data_ranks, shares
+        )
+        """The most microbatches of a step that one rank has."""
         if settings.pass_samples != "auto":
             most = min(most, max(1, settings.pass_samples // settings.microbatch))
         self._most = most if layout.pp == 1 else 1

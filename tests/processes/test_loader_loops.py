@@ -1,0 +1,35 @@
+"""A script's own loop over its loader equals the plain loop through deaths."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import loader_scripts
+import pytest
+import torch
+from test_script_habits import run_habit
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.mark.parametrize("layout", ["dp=4", "dp=2,fsdp=2", "dp=2,fsdp=2,zero=3"])
+def test_loop_over_the_loader_is_the_plain_loop_through_deaths(layout: str, tmp_path: Path) -> None:
+    run = run_habit(tmp_path, "by_loader", 3, layout=layout, module=loader_scripts)
+    losses = [*loader_scripts.plain_by_loader()]
+    assert list(run.losses().values()) == pytest.approx(losses, rel=1e-9)
+    size, saved = loader_scripts.SIZE, sorted((tmp_path / "marks").glob("epoch-*.pt"))
+    seen = set()
+    for file in saved:
+        epoch, values = int(file.name.split("-")[1]), torch.load(file)
+        seen.add(epoch)
+        numbers = values["numbers"].tolist()
+        assert numbers == [*range(size)][-len(numbers) :]
+        if len(numbers) == size:
+            mean = sum(losses[(epoch - 1) * size : epoch * size]) / size
+            assert float(values["mean"]) == pytest.approx(mean, rel=1e-6)
+    assert seen == {*range(1, loader_scripts.EPOCHS + 1)}
+
+
+def test_sums_of_losses_are_the_plain_loop_through_deaths(tmp_path: Path) -> None:
+    run = run_habit(tmp_path, "sums", layout="dp=4", module=loader_scripts)
+    assert list(run.losses().values()) == pytest.approx([*loader_scripts.plain_sums()], rel=1e-9)
