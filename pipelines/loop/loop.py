@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -161,14 +162,22 @@ class Loop:
             self._at = self._step(number, position)
             self._resume(Begin(self._at))
 
-    def commit(self, number: int, position: Position, is_last: bool, loss: float) -> None:
+    def commit(
+        self,
+        number: int,
+        position: Position,
+        is_last: bool,
+        loss: float,
+        grad_norm: float | None = None,
+    ) -> None:
         """Let the script run from the end of the body of step `number` to that of the next, which
-        is at `position`; `loss` is that of the step which has committed."""
+        is at `position`; `loss` and `grad_norm` are those of the step which has committed."""
         self.number, self._before = number + 1, number
         self.reporting = self.latest = self._computed
         self._computed = None
         if self.reporting is not None:
             self.reporting.loss = loss
+            self.reporting.grad_norm = math.nan if grad_norm is None else grad_norm
         self._is_repeat, self._is_judged = False, True
         self.called.at.values.kept.clear()
         self._at = None if is_last else self._step(number + 1, position)

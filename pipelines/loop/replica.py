@@ -161,7 +161,8 @@ class LoopReplica(ShardedReplica):
         if not self._is_alone:
             loss = vote.loss_sum / vote.num_tokens if vote.num_tokens else math.nan
             loss = math.nan if applied.skipped else loss
-            self.loop.commit(step, self._position(step + 1), step >= self.settings.steps, loss)
+            is_last, norm = step >= self.settings.steps, applied.grad_norm
+            self.loop.commit(step, self._position(step + 1), is_last, loss, norm)
         return applied
 
     @property

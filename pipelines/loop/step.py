@@ -7,15 +7,16 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator, Mapping
 from traceback import clear_frames
 from types import TracebackType
-from typing import Any, NamedTuple, NoReturn, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from pipelines.loop.prepared.loss_backward import run_backward, set_entered
+from pipelines.loop.prepared.honoured_calls import run_backward, set_entered
 from pipelines.loop.prepared.script_moment import ScriptMoment
 from pipelines.loop.reports import Reported
 from pipelines.loop.state.errors import LoopMisused, explained
+from pipelines.training.workload.clipping import Clipping
 from pipelines.training.workload.workload import LossSums, at_least_float32
 
 
@@ -86,6 +87,8 @@ class Step:
         """The mean loss over all workers, known after the block if the step has committed; before
         that it is the loss of the latest step that has, so that code which judges by it does what
         it did before."""
+        self.grad_norm = math.nan
+        """The norm of its gradient before it was clipped, known likewise."""
         self.on_enter: Callable[[], Engine] = _not_begun
         self.on_finish: Callable[[list[LossSums] | BaseException], bool] = _ignore
         self.gather_reports: Callable[[], dict[str, float | None]] = dict
@@ -121,13 +124,17 @@ class Step:
         """How many samples of the present microbatch count: 0 if it pads the step of a worker with
         fewer microbatches than others. Raises `LoopMisused` outside of `step.batches()`."""
         if self._num_samples is None:
-            raise self._misused("`step.num_samples` is of a microbatch: use it in `step.batches()`")
+            raise self.misused("`step.num_samples` is of a microbatch: use it in `step.batches()`")
         return self._num_samples
 
     @property
     def is_first_worker(self) -> bool:
         """True on exactly one worker, for output that should appear once."""
         return self._at.is_first_worker
+
+    def follow(self, before: Step) -> None:
+        """Until this step has committed, show what is known of the one before."""
+        self.loss, self.grad_norm, self.reports = before.loss, before.grad_norm, before.reports
 
     @property
     def is_reading(self) -> bool:
@@ -198,7 +205,7 @@ class Step:
         """This worker's microbatches of the step; call `backward` once for each."""
         engine = self._entered()
         if self._sums:
-            raise self._misused(
+            raise self.misused(
                 "`step.batches()` is iterated twice; compute the whole loss of a microbatch at "
                 "once, or, for several updates from the same batch, pass run.steps "
                 "updates_per_batch=2 and choose by step.update"
@@ -227,7 +234,7 @@ class Step:
         engine = self._entered()
         microbatch, self._open = self._open, None
         if microbatch is None:
-            raise self._misused(
+            raise self.misused(
                 "call `step.backward(loss)`, or `loss.backward()`, once for each of "
                 "`step.batches()`, with the sum of the losses; that of other tensors than the "
                 "model's names them, as in loss.backward(inputs=[noise]); for several updates from "
@@ -254,22 +261,20 @@ class Step:
             raise
         self._sums.append(LossSums(total.detach(), count))
 
-    def refuse_other_backward(self) -> NoReturn:
-        """Raise `LoopMisused` for `loss.backward` with other arguments than the run knows."""
-        raise self._misused(
-            "loss.backward(gradient, create_graph=...): a microbatch has one backward pass, of a "
-            "loss that is one number; for gradients of gradients use torch.autograd.grad"
-        )
+    def clip(self, model: nn.Module, clipping: Clipping) -> Tensor:
+        """Clip the gradients of all parameters of the model, which is the only one, once they are
+        those of the whole step. Returns a tensor that then holds their norm."""
+        return self._at.clip(model, clipping)
 
     def _check_loss(self, loss: Any) -> None:
         if not isinstance(loss, Tensor):
-            raise self._misused(
+            raise self.misused(
                 f"`step.backward(loss)` got {type(loss).__name__}: pass the loss itself, a tensor"
             )
         if loss.numel() != 1:
-            raise self._misused(f"a loss of shape {tuple(loss.shape)}: pass its mean, one number")
+            raise self.misused(f"a loss of shape {tuple(loss.shape)}: pass its mean, one number")
         if not loss.requires_grad:
-            raise self._misused(
+            raise self.misused(
                 "a loss without a gradient: compute it with the prepared model, outside "
                 "torch.no_grad() and without detach()"
             )
@@ -299,7 +304,7 @@ class Step:
         those of an earlier step, or NaN. Raises `LoopMisused` in the block.
         """
         if not self.is_over:
-            raise self._misused(
+            raise self.misused(
                 "`step.reported` is what all workers have reported: read it behind `with step:`"
             )
         if self.committed:
@@ -338,7 +343,7 @@ class Step:
         failure, self._failure = self._failure, None
         sums, self._sums = self._sums, []
         self.committed = self.on_finish(sums if failure is None else failure)
-        self._at.show_loss(self.loss)
+        self._at.show(self.loss, self.grad_norm)
 
     def _mistake(self) -> LoopMisused | None:
         """What is wrong with a body that has ended without an error."""
@@ -347,7 +352,7 @@ class Step:
         engine = self._entered()
         expected = engine.num_microbatches
         if missing := expected - len(self._sums):
-            return self._misused(
+            return self.misused(
                 f"{missing} of this worker's {expected} microbatches were not read: read all of "
                 "`step.batches()`, without `break`"
             )
@@ -359,7 +364,7 @@ class Step:
 
     def _entered(self) -> Engine:
         if self._engine is None:
-            raise self._misused("its microbatches exist only within `with step:`")
+            raise self.misused("its microbatches exist only within `with step:`")
         return self._engine
 
     def _check_closed(self) -> None:
@@ -367,12 +372,13 @@ class Step:
             raise self._without_backward(", before the next")
 
     def _without_backward(self, when: str = "") -> LoopMisused:
-        return self._misused(
+        return self.misused(
             f"a microbatch got no `step.backward(loss)`, or `loss.backward()`{when}: call one of "
             "them once for each"
         )
 
-    def _misused(self, how: str) -> LoopMisused:
+    def misused(self, how: str) -> LoopMisused:
+        """An error of the script in this step, which cannot commit."""
         error = LoopMisused(f"step {self.number}: {how}")
         self.note(error)
         return error

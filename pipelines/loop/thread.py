@@ -19,7 +19,7 @@ from actors.runtime.machine import flush_denormals
 from actors.runtime.substitute_thread import substituted_by
 from pipelines.loop.declaration import Declaration, NotDeclared
 from pipelines.loop.prepared.hidden_groups import hide_groups
-from pipelines.loop.prepared.loss_backward import honour_backward
+from pipelines.loop.prepared.honoured_calls import honour_calls
 from pipelines.loop.state.counted_iterators import shift_counts
 from pipelines.loop.state.errors import LoopMisused
 from pipelines.loop.step import Engine, Step
@@ -211,7 +211,7 @@ class LoopThread:
         try:
             while (step := self._next) is not None:
                 if self._step is not None:
-                    step.loss, step.reports = self._step.loss, self._step.reports
+                    step.follow(self._step)
                 self._step, at.behind = step, None
                 self._connect(step, declaration)
                 loops.update(_places(currentframe()))
@@ -272,7 +272,7 @@ class LoopThread:
     def _run(self) -> None:
         flush_denormals()
         hide_groups()
-        honour_backward()
+        honour_calls()
         try:
             self._function(self)
             if self._has_begun:

@@ -116,8 +116,8 @@ def follows_its_own_loss(run: Run) -> None:
     model, optimizer, loader = run.prepare(model, optimizer, loader)
     for step in run.steps(NUM_STEPS, microbatches=NUM_MICROBATCHES):
         with step:
-            loss = compute(step, model)
-        optimizer.param_groups[0]["lr"] = loss.item()
+            loss = compute(step, model).item()
+        optimizer.param_groups[0]["lr"] = loss
 
 
 def keeps_its_own_loss(run: Run) -> None:
@@ -126,8 +126,8 @@ def keeps_its_own_loss(run: Run) -> None:
     mean = run.keep(torch.zeros(3))
     for step in run.steps(NUM_STEPS, microbatches=NUM_MICROBATCHES):
         with step:
-            loss = compute(step, model)
-        mean += loss.detach()
+            loss = compute(step, model).item()
+        mean += loss
 
 
 def adds_later(run: Run) -> None:

@@ -10,12 +10,13 @@ from epoch_scripts import EPOCHS, SIZE, first_samples
 from loops import NUM_MICROBATCHES, NUM_STEPS, build_wide, die_once, plain
 from script_habits import note_values
 from torch import Tensor, nn
+from torch.nn.utils import clip_grad_norm_
 from torch.optim.lr_scheduler import StepLR
 from torch.utils.data import DataLoader
 
 from pipelines.loop import Run
 
-GAMMA = 0.97
+GAMMA, MAX_NORM = 0.97, 12.0
 KILLED = (1, SIZE + 1, 3 * SIZE)
 """A worker dies in the forward pass, in the backward pass, and behind the last step of an epoch."""
 
@@ -62,7 +63,8 @@ def plain_by_loader() -> Iterator[float]:
 
 
 def sums(run: Run) -> None:
-    """The loss is the sum over its samples; the loop is a function of its own."""
+    """The loss is the sum over its samples, and the gradients are clipped; the loop is a function
+    of its own."""
     model, optimizer, loader = build_small_rate()
     model, optimizer, loader = run.prepare(model, optimizer, loader)
 
@@ -73,16 +75,23 @@ def sums(run: Run) -> None:
             loss.backward()
             if run.step.number in (8, 16):
                 die_once(run.step, f"step {run.step.number}")
+            norm = clip_grad_norm_(model.parameters(), MAX_NORM)
             optimizer.step()
+            norms.append(float(norm))
 
+    norms: list[float] = []
     for _ in run.range(EPOCHS, microbatches=NUM_MICROBATCHES, reduction="sum"):
         train_epoch()
+    note_values(NUM_STEPS, "norms", {"norms": torch.tensor(norms)})
 
 
-def plain_sums() -> Iterator[float]:
+def plain_sums(norms: list[float]) -> Iterator[float]:
     *_, parts = build_wide()
     model, optimizer, _ = build_small_rate()
     loader = first_samples(parts, 96)
+    optimizer.register_step_pre_hook(
+        lambda *_: norms.append(float(clip_grad_norm_(model.parameters(), MAX_NORM)))
+    )
     yield from plain(
         model,
         optimizer,

@@ -32,4 +32,9 @@ def test_loop_over_the_loader_is_the_plain_loop_through_deaths(layout: str, tmp_
 
 def test_sums_of_losses_are_the_plain_loop_through_deaths(tmp_path: Path) -> None:
     run = run_habit(tmp_path, "sums", layout="dp=4", module=loader_scripts)
-    assert list(run.losses().values()) == pytest.approx([*loader_scripts.plain_sums()], rel=1e-9)
+    norms: list[float] = []
+    losses = [*loader_scripts.plain_sums(norms)]
+    assert list(run.losses().values()) == pytest.approx(losses, rel=1e-9)
+    [seen] = [torch.load(file)["norms"] for file in (tmp_path / "marks").glob("norms-*.pt")]
+    assert seen.tolist() == pytest.approx(norms[-len(seen) :], rel=1e-5)
+    assert min(norms) < loader_scripts.MAX_NORM < max(norms)

@@ -103,7 +103,11 @@ MISTAKES = {
         "made = optimizer",
         "run.prepare: the SGD was prepared before: the function runs several times",
     ),
-    "clipping": (STEP, "nn.utils.clip_grad_norm_(model.parameters(), 1)", "max_grad_norm="),
+    "clipping of a part": (
+        STEP,
+        "nn.utils.clip_grad_norm_(model[0].parameters(), 1)",
+        "clip_grad_norm_ of one of several models, or of a part of one",
+    ),
     "closure": (STEP, "optimizer.step(lambda: loss)", "optimizer.step(closure): a run computes"),
     "no block": ("with step:", "if True:", "exist only within `with step:`"),
     "exit": (STEP, "sys.exit(3)", "sys.exit(3) in the loop"),

@@ -119,7 +119,7 @@ def _refuse_in_step(model: nn.Module, what: str) -> None:
     if _called(model).moment is Moment.IN_STEP:
         raise LoopMisused(
             f"model.{what}: within a step these are sharded over the workers; use them between "
-            "two steps, and clip gradients with run.steps(..., max_grad_norm=...), or "
-            "max_grad_value=..."
+            "two steps, and clip gradients by clip_grad_norm_(model.parameters(), ...) itself, or "
+            "by run.steps(..., max_grad_norm=...)"
         )
     _refresh(model)

@@ -52,7 +52,7 @@ class ScriptOptimizerFactory:
         optimizer or one that the run does not know.
         """
         _refuse_foreign(optimizers, schedulers)
-        self.clipping = clipping
+        self._declared_clipping = clipping
         self.values = ScriptValues(optimizers, schedulers, scaler)
         self.state = ScriptState(self.values, kept or KeptObjects(), modules)
         self._optimizers = optimizers
@@ -79,6 +79,21 @@ class ScriptOptimizerFactory:
     @property
     def script_state(self) -> Mapping[str, Tensor]:
         return self.state.initial
+
+    @property
+    def clipping(self) -> Clipping:
+        """That of the present step, or of all steps."""
+        return self.values.clipping or self._declared_clipping
+
+    def clip(self, clipping: Clipping) -> None:
+        """Clip the gradients of the present step. Raises `LoopMisused` if those of all steps are
+        clipped already."""
+        if self._declared_clipping != Clipping():
+            raise LoopMisused(
+                "clip_grad_norm_: the loop was given max_grad_norm or max_grad_value, too: keep "
+                "one of them"
+            )
+        self.values.clip(clipping)
 
     def build(self, shards: Sequence[tuple[str, Tensor]]) -> Optimizer:
         """An optimizer with the script's parameter groups that have a shard on this worker."""

@@ -6,6 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 from torch.amp import GradScaler
 from torch.optim import Optimizer
@@ -27,6 +28,7 @@ from pipelines.loop.prepared.wrappers import (
 )
 from pipelines.loop.state.errors import LoopMisused
 from pipelines.loop.state.loss_scaler import LossScaler
+from pipelines.training.workload.clipping import Clipping
 
 
 class PreparedObjects:
@@ -38,6 +40,7 @@ class PreparedObjects:
         """`gather_optimizer` gathers the whole optimizer state by its names in the run."""
         self._models, self._at = models, models.at
         self._gather_optimizer = gather_optimizer
+        self._at.clip = self._clip
         self.optimizers: list[Optimizer] = []
         self.schedulers: list[LRScheduler] = []
         self.scaler: LossScaler | None = None
@@ -113,6 +116,18 @@ class PreparedObjects:
             self.factory.values.note_step(optimizer)
             if self._at.is_stepped and self.factory.all_step and self._at.step is not None:
                 self._at.step.close()
+
+    def _clip(self, model: nn.Module, clipping: Clipping) -> Tensor:
+        """The script clips all gradients of a model in the body of a step."""
+        if [*self._models.declared] != [model]:
+            raise LoopMisused(
+                "clip_grad_norm_ of one of several models, or of a part of one: the run clips the "
+                "gradients of all together: prepare one model, or delete this line"
+            )
+        assert self.factory is not None, "a step without a loop"
+        self.factory.clip(clipping)
+        self._at.norm = norm = torch.zeros(()) if self._at.norm is None else self._at.norm
+        return norm
 
     def _whole_state(self, optimizer: Optimizer) -> dict[str, Any]:
         """The `state_dict` of an optimizer."""

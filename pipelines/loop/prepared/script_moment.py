@@ -15,6 +15,7 @@ from actors.distributed.torch_private import has_gradient_hook
 from pipelines.loop.state.errors import LoopMisused
 from pipelines.loop.state.model_values import ModelValues
 from pipelines.training.custom.modules.custom_module import HOOKED
+from pipelines.training.workload.clipping import Clipping
 
 METHODS = {
     "__len__",
@@ -95,6 +96,9 @@ class ScriptMoment:
         if the step has committed."""
         self.loss: Tensor | None = None
         """The loss of the latest microbatch, as the script has computed it, without its scale."""
+        self.norm: Tensor | None = None
+        """What the script's clipping of the gradients has returned."""
+        self.clip: Callable[[nn.Module, Clipping], Tensor] = _clip_nothing
         self.values = ModelValues()
         self._watched: list[Tensor] = []
         self._were_trained: list[bool] = []
@@ -138,18 +142,21 @@ class ScriptMoment:
                 "turn it is not needed: an optimizer that is not stepped changes nothing)"
             )
         self._refuse_changes(f"step {step.number}")
-        self.step, self.is_stepped, self.loss = step, False, None
+        self.step, self.is_stepped = step, False
+        self.loss = self.norm = None
 
     def leave(self) -> None:
         self.step, self.behind = None, self.step
 
-    def show_loss(self, mean: float) -> None:
-        """Let the script's loss be that of the whole step, so that `total += loss.item()` behind
-        the step is right with any number of workers."""
-        loss, self.loss = self.loss, None
-        is_known = math.isfinite(mean)
-        if is_known and isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_leaf:
-            loss.detach().fill_(mean)
+    def show(self, loss: float, norm: float) -> None:
+        """Let the tensors of the script hold the loss and the gradient's norm of the whole step, so
+        that `total += loss.item()` behind it is right with any number of workers."""
+        shown, self.loss, self.norm = ((self.loss, loss), (self.norm, norm)), None, None
+        for tensor, value in shown:
+            if not isinstance(tensor, Tensor) or tensor.numel() != 1 or not math.isfinite(value):
+                continue
+            if not (tensor.is_leaf and tensor.requires_grad):
+                tensor.detach().fill_(value)
 
     def keep_changes(self) -> dict[str, Tensor]:
         """All that the script has changed in its models since the latest committed step."""
@@ -215,8 +222,8 @@ class ScriptMoment:
             raise LoopMisused(
                 f"step {self.step.number}: .grad of a parameter that was taken out of the model "
                 "before the loop: within a step the gradients are those of this worker's part of "
-                "the model; clip them with run.steps(..., max_grad_norm=...), or "
-                "max_grad_value=...; their norm is in the metrics"
+                "the model; clip them by clip_grad_norm_(model.parameters(), ...) itself, or by "
+                "run.steps(..., max_grad_norm=...); their norm is in the metrics"
             )
         raise LoopMisused(
             f"step {self.step.number}: {attribute or name} of a parameter, or of a part, that was "
@@ -258,6 +265,10 @@ class ScriptMoment:
                 f"{where}: the script has changed a buffer that it took out of the model before "
                 "the loop, where it has old values: take it out of the model again"
             )
+
+
+def _clip_nothing(model: nn.Module, clipping: Clipping) -> Tensor:
+    raise LoopMisused("clip_grad_norm_: no loop has begun")
 
 
 def _refuse_shared_memory(module: nn.Module) -> None:

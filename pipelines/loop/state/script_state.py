@@ -10,6 +10,7 @@ from torch import Tensor
 from pipelines.loop.modules.module_numbers import ModuleNumbers
 from pipelines.loop.state.kept_objects import NUM_COMPARED, KeptObjects, samples_of
 from pipelines.loop.state.script_values import ScriptValues
+from pipelines.training.workload.clipping import Clipping
 
 VALUES, MODULES = "", "/modules"
 NUMBERS_TOLERANCE, OBJECTS_TOLERANCE = 1e-9, 1e-3
@@ -43,7 +44,12 @@ class ScriptState:
     def keep(self, changed: Mapping[str, Tensor]) -> None:
         """Begin the next step with what is there, and with what the script has changed in its
         models. Raises `LoopMisused` for other shapes."""
-        chosen = float(sum(1 << number for number in self._values.stepped))
+        clipping = self._values.clipping or Clipping()
+        chosen = [
+            float(sum(1 << number for number in self._values.stepped)),
+            clipping.max_norm or 0.0,
+            clipping.max_value or 0.0,
+        ]
         self._values.keep()
         self._objects.keep()
         self._modules.keep()
@@ -95,13 +101,13 @@ class ScriptState:
         )
 
     def _note_fingerprint(
-        self, chosen: float = 0.0, changed: Mapping[str, Tensor] | None = None
+        self, chosen: Sequence[float] = (0.0,) * 3, changed: Mapping[str, Tensor] | None = None
     ) -> None:
         numbers = [number if abs(number) < LIMIT else 0.0 for number in self._values.kept]
-        self.fingerprint = [*numbers, chosen]
-        """The numbers, which optimizers have stepped, and weighted sums of a few values of all that
-        was changed in the models and of each kept tensor: for a comparison of workers by one sum
-        over all."""
+        self.fingerprint = [*numbers, *chosen]
+        """The numbers, which optimizers have stepped, how gradients were clipped, and weighted sums
+        of a few values of all that was changed in the models and of each kept tensor: for a
+        comparison of workers by one sum over all."""
         self._tolerances = [NUMBERS_TOLERANCE * abs(number) for number in self.fingerprint]
         weighted = samples_of((changed or {}).values()) * WEIGHTS
         self.fingerprint.append(weighted.sum().item())

@@ -15,6 +15,7 @@ from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
 from pipelines.loop.state.errors import LoopMisused
 from pipelines.loop.state.loss_scaler import LossScaler
+from pipelines.training.workload.clipping import Clipping
 
 PARAMETERS = "params"
 
@@ -44,6 +45,8 @@ class ScriptValues:
         the optimizer, once they are known."""
         self._stepped: set[int] = set()
         """The numbers of the optimizers that the script has stepped in the present step."""
+        self.clipping: Clipping | None = None
+        """How the script clips the gradients of the present step, if it does so in the body."""
 
     def keep(self) -> None:
         """Begin the next step with the present numbers. Raises `LoopMisused` for more or fewer."""
@@ -108,9 +111,23 @@ class ScriptValues:
         stepped none."""
         return frozenset(self._stepped or range(len(self._optimizers)))
 
+    def clip(self, clipping: Clipping) -> None:
+        """The script clips the gradients in the body. Raises `LoopMisused` for the norm after the
+        elements, which the run clips last."""
+        known = self.clipping or Clipping()
+        if clipping.max_norm is not None and known.max_value is not None:
+            raise LoopMisused(
+                "clip_grad_norm_ after clip_grad_value_: the run clips the norm first: turn them "
+                "around"
+            )
+        self.clipping = Clipping(
+            clipping.max_norm or known.max_norm, clipping.max_value or known.max_value
+        )
+
     def _forget_step(self) -> None:
         self._taken.clear()
         self._stepped.clear()
+        self.clipping = None
 
     def taken(self) -> list[dict[str, Any]]:
         """The hyperparameters of all groups in the present step."""
