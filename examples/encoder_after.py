@@ -4,6 +4,7 @@ import os
 
 import torch
 from pipelines.api import ElasticTrainer
+from torch.nn.utils import clip_grad_norm_
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 from transformers import BertConfig, BertForSequenceClassification, get_scheduler
@@ -78,13 +79,16 @@ def main(run):
     model.train()
     model, optimizer, scheduler, loader = run.prepare(model, optimizer, scheduler, loader)
     run.evaluation(held_out, losses, accuracy=accuracy)
-    for step in run.steps(NUM_EPOCHS * num_steps, 4, max_grad_norm=1.0, split_batches=True):
-        with step:
-            for batch in step.batches():
-                step.backward(losses(model, batch))
+    for _ in run.range(NUM_EPOCHS):
+        for batch in loader:
+            loss = losses(model, batch)
+            optimizer.zero_grad()
+            loss.backward()
+            clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
             scheduler.step()
-        if step.committed and step.number % num_steps == 0:
-            step.report(held_out_accuracy=run.evaluate()["accuracy"])
+            run.print(f"loss {loss.item():.6f}")
+        run.step.report(held_out_accuracy=run.evaluate()["accuracy"])
     print(f"trained: held-out accuracy {evaluate(model, held_out):.4f}")
     model.save_pretrained("encoder")
 

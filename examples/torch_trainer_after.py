@@ -33,12 +33,16 @@ def train_func(run):
     model = run.prepare(Net())
     criterion = nn.CrossEntropyLoss()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9)
-    loader, _ = run.prepare(DataLoader(waves(768), batch_size=16, shuffle=True), optimizer)
+    loader = DataLoader(waves(768), batch_size=64, shuffle=True)
+    loader, optimizer = run.prepare(loader, optimizer)
 
-    for step in run.steps(NUM_EPOCHS * len(loader) // 4, microbatches=4):
-        with step:
-            for inputs, labels in step.batches():
-                step.backward(criterion(model(inputs), labels))
+    for epoch in run.range(NUM_EPOCHS):
+        for inputs, labels in loader:
+            loss = criterion(model(inputs), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            optimizer.step()
+        run.print(f"epoch {epoch}: loss {loss.item():.3f}")
 
 
 if __name__ == "__main__":

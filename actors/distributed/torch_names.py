@@ -23,6 +23,7 @@ NAMES: dict[str, tuple[str, ...]] = {
     "torch.Tensor": ("_backward_hooks", "_is_view", "_post_accumulate_grad_hooks", "_version"),
     "torch.UntypedStorage": ("_cdata",),
     "torch._C": ("_SetExcludeDispatchKeyGuard", "_distributed_c10d"),
+    "torch._C._autograd": ("_top_saved_tensors_default_hooks",),
     "torch._C.DispatchKey": ("ADInplaceOrView",),
     "torch._C._profiler": ("_ExperimentalConfig",),
     "torch.nn.init": ("_no_grad_trunc_normal_",),

@@ -283,3 +283,10 @@ def announce_reader(number: int, num_readers: int, dataset: Any) -> None:
 def without_tensor_subclasses() -> AbstractContextManager[None]:
     """A context in which tensors of a subclass, such as parameters, behave as plain ones."""
     return torch._C.DisableTorchFunctionSubclass()
+
+
+def is_recomputed() -> bool:
+    """Whether a forward pass runs in a region of `torch.utils.checkpoint`, whose results backward
+    computes again: outside of the modes of the forward pass."""
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(True)
+    return hooks is not None or not torch.is_grad_enabled()

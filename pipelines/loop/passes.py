@@ -13,6 +13,7 @@ from pipelines.loop.body_changes import BodyChanges
 from pipelines.loop.loop import Loop
 from pipelines.training.attention.cut_sequences import AttentionRefused, over_ring
 from pipelines.training.custom.modules.custom_pipeline import CustomBatch
+from pipelines.training.custom.modules.microbatch_statistics import MicrobatchStatistics
 from pipelines.training.passes.pass_size import PassSize
 from pipelines.training.passes.passes import SequentialPasses
 from pipelines.training.passes.running_buffers import RunningBuffers
@@ -70,6 +71,8 @@ class LoopEngine:
         self._moving = moving
         self._parallel = parallel
         self._num_begun = 0
+        self._num_merged = 1
+        """The microbatches of the present pass."""
         self._modes = ExitStack()
         """What the script's thread computes in place of torch's attention and draws."""
         self._changes = BodyChanges(moving.installed)
@@ -87,15 +90,19 @@ class LoopEngine:
         self._moving.begin_pass()
         if microbatch.length:
             self._modes.enter_context(over_ring(microbatch.length, self._parallel))
-        if microbatch.seeds is not None and microbatch.seeds.draws is not None:
-            self._modes.enter_context(microbatch.seeds.draws)
+        seeds = microbatch.seeds
+        self._num_merged = 1 if seeds is None or not microbatch.num_samples else len(seeds.seeds)
+        if seeds is not None and seeds.draws is not None:
+            self._modes.enter_context(seeds.draws)
+            self._modes.enter_context(MicrobatchStatistics(len(seeds.seeds)))
         return microbatch
 
     def forwarded(self, count: Tensor) -> None:
         self._modes.close()
         if self._parallel.num_cp > 1:
             self._modes.enter_context(AttentionRefused())
-        self._moving.end_pass(count, self._num_begun == self.num_microbatches)
+        is_last = self._num_begun == self.num_microbatches
+        self._moving.end_pass(count, is_last, self._num_merged)
 
     def called(self) -> None:
         self._changes.note()

@@ -226,14 +226,16 @@ class Run:
         Each iteration of that loop is a step: the batch is this worker's part of a batch of the
         loader, and `optimizer.step()` ends it. Behind that the tensor of the loss holds the mean
         over the whole batch. The batch is dealt to the workers in `microbatches` parts, by default
-        the largest divisor of its size up to 32. `reduction` is that of the loss over its samples,
+        the largest divisor of its size up to 32, or up to 8 for a model with BatchNorm, which
+        normalizes each part. `reduction` is that of the loss over its samples,
         as in torch's loss functions. An epoch consists of the whole steps of the loader's data.
         Else as `steps`.
         """
         first, num_epochs = (0, first) if stop is None else (first, stop - first)
         if microbatches is None:
             source = self._objects.source
-            microbatches = parts_of_batch(source.microbatch) if source else 1
+            models = self._models.declared
+            microbatches = parts_of_batch(source.microbatch, models) if source else 1
         refuse_counts(num_epochs=num_epochs)
         size = self._objects.begin_epochs(microbatches, is_split=True)
         counts = StepCounts(num_epochs * size, microbatches, updates_per_batch=1)

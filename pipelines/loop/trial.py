@@ -40,12 +40,6 @@ MAX_BYTES = 1 << 28
 """The parameters of the largest model that is tried: the trial needs as much again for a copy, and
 for gradients, and the user waits for it."""
 NUM_MICROBATCHES = 2
-BATCH_NORM = "BatchNorm"
-ON_BATCH_NORM = (
-    "BatchNorm: its statistics are those of a worker's part of each batch, as with DDP, so losses "
-    "depend a little on the number of workers; in a loop over run.epochs they are those of a "
-    "microbatch, with any number of workers"
-)
 
 
 def try_body(loop: Loop, workload: CustomWorkload, compares: bool = True) -> str | None:
@@ -112,9 +106,7 @@ def _note_on_parts(loop: Loop, workload: CustomWorkload) -> str | None:
                 sums += loop.compute(engine, module)
             except Exception:
                 return None  # the body needs a batch of the declared size
-    kinds = {type(part).__name__ for part in module.modules()}
-    on_statistics = ON_BATCH_NORM if any(BATCH_NORM in kind for kind in kinds) else None
-    return grouping.note(sums, OF_PASS) or on_statistics
+    return grouping.note(sums, OF_PASS)
 
 
 def _halves_and_whole(workload: CustomWorkload, samples: Sequence[int]) -> list[list[Any]]:

@@ -21,6 +21,48 @@ KILLED = (1, SIZE + 1, 3 * SIZE)
 """A worker dies in the forward pass, in the backward pass, and behind the last step of an epoch."""
 
 
+class Normalized(nn.Module):
+    """Layers whose statistics and draws are those of each microbatch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Dropout(0.2))
+        self.second = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8, momentum=None), nn.Tanh())
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, points: Tensor) -> Tensor:
+        return self.head(self.second(self.first(points)))
+
+
+def build_normalized() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
+    *_, loader = build()
+    torch.manual_seed(7)
+    model = Normalized().double()
+    return model, torch.optim.SGD(model.parameters(), lr=0.1), loader
+
+
+def normalized(run: Run) -> None:
+    model, optimizer, loader = build_normalized()
+    model, optimizer, loader = run.prepare(model, optimizer, loader)
+    for _ in run.range(EPOCHS, microbatches=NUM_MICROBATCHES):
+        for points, labels in loader:
+            loss = nn.functional.cross_entropy(model(points), labels)
+            optimizer.zero_grad()
+            loss.backward()
+            if run.step.number in (8, 16):
+                die_once(run.step, f"step {run.step.number}")
+            optimizer.step()
+    note_values(NUM_STEPS, "below", model.state_dict())
+
+
+def plain_normalized() -> Iterator[tuple[float, nn.Module]]:
+    *_, parts = build_wide()
+    model, optimizer, _ = build_normalized()
+    loader = first_samples(parts, 96)
+    for loss in plain(model, optimizer, None, loader, NUM_STEPS, NUM_MICROBATCHES):
+        yield loss, model
+
+
 def build() -> tuple[nn.Module, torch.optim.Optimizer, DataLoader[Any]]:
     model, optimizer, parts = build_wide()
     data = first_samples(parts, 96).dataset

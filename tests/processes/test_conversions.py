@@ -20,6 +20,7 @@ from torch.utils.data import DataLoader
 from actors.runtime.fault_spec import Fault
 from elastic.geometry.target_layout import TargetLayout
 from elastic.protocol.events import LayoutRequested
+from pipelines.loop.prepared.loader_loop import parts_of_batch
 from pipelines.loop.script import script_of
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
@@ -53,6 +54,18 @@ class Recorder:
     def steps(self, num_steps: int, microbatches: int) -> Iterator[None]:
         self.num_steps, self.num_microbatches = num_steps, microbatches
         return iter(())
+
+    def epochs(self, num_epochs: int, microbatches: int) -> Iterator[None]:
+        [loader] = [item for item in self.objects if isinstance(item, DataLoader)]
+        return self.steps(num_epochs * (len(loader) // microbatches), microbatches)
+
+    def range(self, num_epochs: int) -> Iterator[None]:
+        [loader] = [item for item in self.objects if isinstance(item, DataLoader)]
+        [model] = [item for item in self.objects if isinstance(item, nn.Module)]
+        parts = parts_of_batch(loader.batch_size or 1, [model])
+        self.objects.remove(loader)
+        self.objects.append(DataLoader(loader.dataset, (loader.batch_size or 1) // parts))
+        return self.steps(num_epochs * len(loader), parts)
 
 
 def plain_losses(script: Any) -> list[float]:

@@ -38,3 +38,12 @@ def test_sums_of_losses_are_the_plain_loop_through_deaths(tmp_path: Path) -> Non
     [seen] = [torch.load(file)["norms"] for file in (tmp_path / "marks").glob("norms-*.pt")]
     assert seen.tolist() == pytest.approx(norms[-len(seen) :], rel=1e-5)
     assert min(norms) < loader_scripts.MAX_NORM < max(norms)
+
+
+def test_batch_norm_is_that_of_microbatches_with_any_number_of_workers(tmp_path: Path) -> None:
+    run = run_habit(tmp_path, "normalized", layout="dp=4", module=loader_scripts)
+    losses, models = zip(*loader_scripts.plain_normalized(), strict=True)
+    assert list(run.losses().values()) == pytest.approx(losses, rel=1e-9)
+    [below] = [torch.load(file) for file in (tmp_path / "marks").glob("below-*.pt")]
+    for name, value in models[-1].state_dict().items():
+        torch.testing.assert_close(below[name], value, rtol=1e-9, atol=1e-12)

@@ -60,7 +60,9 @@ def train(run: Run, model: nn.Module, optimizer: Any, batch: Any) -> None:
 
 def test_parts_of_a_batch_divide_it() -> None:
     sizes = {1: 1, 2: 2, 12: 12, 24: 24, 64: 32, 100: 25, 96: 32, 37: 37, 8: 8}
-    assert {size: parts_of_batch(size) for size in sizes} == sizes
+    assert {size: parts_of_batch(size, [nn.Linear(2, 1)]) for size in sizes} == sizes
+    normalized = {64: 8, 12: 6, 100: 5, 37: 1}
+    assert {size: parts_of_batch(size, [nn.BatchNorm2d(3)]) for size in normalized} == normalized
 
 
 def test_declaration_has_whole_batches_of_the_loader() -> None:
@@ -251,5 +253,3 @@ def test_loss_that_depends_on_the_number_of_workers_is_noted() -> None:
     assert 'if it is a sum over the samples, give run.range(..., reduction="sum")' in note
     assert note_on(lambda output: (output - output.mean()).square().mean(), microbatches=2)
     assert note_on(lambda output: output.std(), microbatches=1) is None
-    note = note_on(torch.mean, nn.Sequential(nn.BatchNorm1d(2), nn.Linear(2, 1)))
-    assert note.startswith("BatchNorm: its statistics are those of a worker's part")

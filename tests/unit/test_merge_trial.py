@@ -176,7 +176,7 @@ def test_module_that_draws_nothing_divides_no_draws() -> None:
         ({"model": with_layer(RowDropout)}, "the loss of a sample depends on others"),
         ({"model": with_layer(OddDropout)}, "draws random numbers, as dropout does"),
         ({"model": with_layer(Attention)}, "draws random numbers, as dropout does"),
-        ({"model": with_layer(Checkpointed)}, "the gradient of 0.weight depends on which samples"),
+        ({"model": with_layer(Checkpointed)}, "draws random numbers, as dropout does"),
         ({"model": with_layer(nn.Dropout), "collate": torch.stack}, "draws random numbers"),
         ({"model": with_layer(nn.Dropout), "settings": COMPILED}, "draws random numbers"),
         ({"model": Noisy}, "a pass of the module or loss draws random numbers"),

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any, Protocol
+
+from torch import nn
 
 from pipelines.loop.prepared.script_moment import ScriptMoment
 from pipelines.loop.state.errors import LoopMisused
 
-MOST_PARTS = 32
-"""So many parts of a batch are dealt to the workers by default, at most."""
+NORMALIZING = (nn.BatchNorm1d, nn.BatchNorm2d, nn.BatchNorm3d)
+MOST_PARTS, MOST_NORMALIZED = 32, 8
+"""So many parts of a batch are dealt to the workers by default, at most; fewer where each part is
+normalized by its own statistics."""
 
 
 class OpenedStep(Protocol):
@@ -70,11 +74,15 @@ class LoaderLoop:
             step.close()
 
 
-def parts_of_batch(batch_size: int) -> int:
-    """The number of equal parts of a batch of which the workers compute as many each: so many that
-    most numbers of workers divide them nearly evenly."""
-    divisors = (n for n in range(MOST_PARTS, 1, -1) if batch_size % n == 0)
-    return next(divisors, batch_size)
+def parts_of_batch(batch_size: int, models: Iterable[nn.Module]) -> int:
+    """The number of equal parts of a batch that are dealt to the workers: so many that most numbers
+    of workers divide them nearly evenly."""
+    is_normalized = any(
+        isinstance(part, NORMALIZING) for model in models for part in model.modules()
+    )
+    most = MOST_NORMALIZED if is_normalized else MOST_PARTS
+    divisors = (n for n in range(most, 1, -1) if batch_size % n == 0)
+    return next(divisors, 1 if is_normalized else batch_size)
 
 
 def _unstepped(number: int) -> LoopMisused:

@@ -103,8 +103,9 @@ class RunningBuffers:
         if self._has_replaced:
             self._install(self._copies)
 
-    def end_pass(self, num_tokens: Tensor, is_last: bool) -> None:
-        """Add the results of a forward pass; a microbatch without tokens does not count.
+    def end_pass(self, num_tokens: Tensor, is_last: bool, num_microbatches: int = 1) -> None:
+        """Add the results of a forward pass, which counts as its microbatches; one without tokens
+        does not count.
 
         The all-reduce of the sums overlaps with the step's last backward.
         """
@@ -114,13 +115,14 @@ class RunningBuffers:
         self._has_replaced = self._has_replaced or bool(replaced)
         counts = num_tokens > 0
         if not num_tokens.is_cpu:
-            self._num_passes = self._num_passes.to(counts.device) + counts
+            self._num_passes = self._num_passes.to(counts.device) + num_microbatches * counts
             for group in self._groups:
-                group.sums += torch.where(counts, group.updated_with(replaced), 0)
+                updated = num_microbatches * group.updated_with(replaced).double()
+                group.sums += torch.where(counts, updated, 0)
         elif counts:
-            self._num_passes += 1
+            self._num_passes += num_microbatches
             for group in self._groups:
-                group.sums += group.updated_with(replaced)
+                group.sums += num_microbatches * group.updated_with(replaced).double()
         for name, copy in self._copies.items() if self.moving is None else ():
             # Compare values: BatchNorm bypasses autograd's version counter.
             value = replaced.get(name, copy)

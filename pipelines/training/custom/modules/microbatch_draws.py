@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.overrides import TorchFunctionMode
 
+from actors.distributed.torch_private import is_recomputed
 from elastic.geometry.sample_order import keyed_seed
 from pipelines.reading.pass_reader import seed_host
 from pipelines.training.workload.drawing import (
@@ -42,8 +43,8 @@ class MicrobatchDraws(TorchFunctionMode):
 
     So the draws are exactly those of single microbatches, on any device. A draw that cannot be
     divided comes from the default generator, whose state shows it: one in place, one for a tensor
-    whose dim 0 the microbatches do not divide, or one within another function, as
-    `torch.nn.MultiheadAttention` uses.
+    whose dim 0 the microbatches do not divide, one that backward repeats, or one within another
+    function, as `torch.nn.MultiheadAttention` uses.
     """
 
     def __init__(self, seeds: Sequence[int], device: torch.device) -> None:
@@ -84,7 +85,8 @@ class MicrobatchDraws(TorchFunctionMode):
         return self._has_equal_parts(first_tensor(args, kwargs))
 
     def _has_equal_parts(self, tensor: Tensor) -> bool:
-        return tensor.dim() > 0 and tensor.shape[0] % len(self._generators) == 0
+        is_divided = tensor.dim() > 0 and tensor.shape[0] % len(self._generators) == 0
+        return is_divided and not is_recomputed()
 
     def _call_for_each(self, function: Any, args: Any, kwargs: Any) -> Any:
         first = first_tensor(args, kwargs)
