@@ -18,8 +18,8 @@ FaultOptions = Annotated[
 RecipeName = Annotated[
     str,
     typer.Argument(
-        help="tiny | tiny_moe | byte_lm | mlp | finetune | hf:FOLDER | file.py:function | "
-        "module:function"
+        help="tiny | tiny_moe | byte_lm | mlp | finetune | hf:FOLDER | file.py | "
+        "file.py:function | module:function"
     ),
 ]
 Data = Annotated[

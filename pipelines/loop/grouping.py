@@ -16,8 +16,8 @@ from pipelines.training.workload.trees import tensors_in
 from pipelines.training.workload.workload import LossSums
 
 CPU = torch.device("cpu")
-TOLERANCE, COARSE = 1e-3, 2e-2
-"""Relative, of float32 sums in another order, and of a loss that autocast may have rounded."""
+TOLERANCES, COARSE = {torch.float32: 1e-4, torch.float64: 1e-7}, 2e-2
+"""Relative, of sums in another order, and of a loss that autocast may have rounded."""
 COARSE_TYPES = (torch.bfloat16, torch.float16)
 OF_MICROBATCH = (
     "batch_size, and not only on the batch: if it is a sum over the batch, "
@@ -80,7 +80,8 @@ class GroupingTrial:
         mean, together = sum(loss for loss, _ in halves) / count, whole[0] / whole[1]
         if not isfinite(mean - together):
             return None
-        tolerance = COARSE if self._is_coarse else TOLERANCE
+        fine = TOLERANCES.get(sums[0].loss.dtype, COARSE)
+        tolerance = COARSE if self._is_coarse else fine
         if abs(mean - together) <= tolerance * max(abs(mean), abs(together)) + tolerance**2:
             return None
         return (

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 from inspect import Parameter, signature
+from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import torch
@@ -22,6 +24,7 @@ from pipelines.loop.state.errors import LoopMisused
 from pipelines.loop.step import Step
 from pipelines.settings import CustomModelSettings, TrainSettings
 from pipelines.settings.recipe import Recipe
+from pipelines.settings.script_file import run_as_main
 from pipelines.settings.user_code import described
 from pipelines.training.custom.modules.custom_module import seeded
 
@@ -38,6 +41,37 @@ class Script:
 
     function: Callable[[Run], None]
     settings: TrainSettings
+
+
+class FileScript:
+    """A file that as a whole is the script; it gets its run from `current_run`."""
+
+    def __init__(self, file: str) -> None:
+        self.__name__ = file
+
+    def __call__(self, run: Run) -> None:
+        _present.run = run
+        try:
+            run_as_main(Path(self.__name__))
+        finally:
+            _present.run = None
+
+
+class _Present(threading.local):
+    run: Run | None = None
+
+
+_present = _Present()
+
+
+def current_run() -> Run:
+    """The run of a script without a function of its own: `elastic train FILE.py` executes the file
+    as a whole, on each worker. Raises `LoopMisused` elsewhere."""
+    if _present.run is None:
+        raise LoopMisused(
+            "current_run: no run executes this file: start it by `elastic train FILE.py`"
+        )
+    return _present.run
 
 
 class _Declared(BaseException):

@@ -145,8 +145,7 @@ class Step:
 
     @property
     def goes_on(self) -> bool:
-        """Whether the script runs on in a body that has failed: nothing unwinds it in its own loop
-        over its loader."""
+        """Whether the body runs on though it has failed: in a loop over the loader."""
         return self._reading is not None and self._failure is not None
 
     def open(self) -> Any:
@@ -218,7 +217,7 @@ class Step:
                 self.note(error)
                 raise
             self._open, self._num_samples = microbatch, microbatch.num_samples
-            self._at.loss = None
+            self._at.forget_loss()
             yield microbatch.value
         self._num_samples = None
         self._check_closed()
@@ -240,7 +239,7 @@ class Step:
                 "model's names them, as in loss.backward(inputs=[noise]); for several updates from "
                 "the same batch see updates_per_batch of run.steps"
             )
-        self._at.loss = loss if self._at.loss is None else self._at.loss
+        self._at.take_loss(loss)
         if self.goes_on:
             return
         self._check_loss(loss)
@@ -262,9 +261,13 @@ class Step:
         self._sums.append(LossSums(total.detach(), count))
 
     def clip(self, model: nn.Module, clipping: Clipping) -> Tensor:
-        """Clip the gradients of all parameters of the model, which is the only one, once they are
-        those of the whole step. Returns a tensor that then holds their norm."""
+        """Clip the gradients of the whole step. Returns a tensor that then holds their norm."""
         return self._at.clip(model, clipping)
+
+    def note_read(self, tensor: Tensor) -> None:
+        """The script looks at the number in a tensor, which may be its loss."""
+        if self._reading is not None:
+            self._at.note_read(tensor)
 
     def _check_loss(self, loss: Any) -> None:
         if not isinstance(loss, Tensor):

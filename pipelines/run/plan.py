@@ -334,7 +334,7 @@ def _refuse_impossible_layout(policy: Policy, target_layout: TargetLayout, job: 
 
 def _run_folder(request: TrainRequest) -> RunFolder:
     stamp = datetime.now().strftime("%Y%m%d-%H%M%S")
-    recipe = name_of(request.recipe)
+    recipe = name_of(request.recipe).removesuffix(".py")
     last = (recipe.rpartition(":")[2] or recipe).rstrip("/").rpartition("/")[2]
     plain = re.sub(r"[^A-Za-z0-9]+", "-", last).strip("-") or "run"
     name = f"{plain}-{stamp}" if request.run_name is None else request.run_name

@@ -21,7 +21,7 @@ from typing import Any
 
 from pipelines.errors import UserError
 from pipelines.hugging_face.recipe import PREFIX, finetune, hugging_face
-from pipelines.loop.script import Script, is_script, script_of
+from pipelines.loop.script import FileScript, Script, is_script, script_of
 from pipelines.run.refusals import refuse_unknown_recipe
 from pipelines.settings import (
     CustomModelSettings,
@@ -34,7 +34,7 @@ from pipelines.settings import (
 )
 from pipelines.settings.overrides import similar_names
 from pipelines.settings.recipe import Recipe
-from pipelines.settings.script_file import ScriptFile, module_at
+from pipelines.settings.script_file import ScriptFile, file_and_function, module_at
 from pipelines.settings.user_code import described, user_code_errors
 
 RecipeLike = str | TrainSettings | Recipe | Callable[..., Any]
@@ -104,8 +104,9 @@ def load(
 ) -> TrainSettings | Recipe | Script:
     """The settings, recipe or script that `recipe` stands for.
 
-    A name is one of `RECIPES`, `hf:` and a folder or `config.json`, `path/to/file.py:function`
-    or `module:function`. A function is called with `arguments`; settings and recipes are returned
+    A name is one of `RECIPES`, `hf:` and a folder or `config.json`, `path/to/file.py:function`,
+    `module:function`, or `path/to/file.py`, a script that calls `current_run`. A function is called
+    with `arguments`; settings and recipes are returned
     as they are. Raises `UserError` if there is no such recipe, or it gives another type.
     """
     if isinstance(recipe, str) and recipe.startswith(PREFIX):
@@ -135,7 +136,7 @@ def load(
 
 def load_shipped(file: ScriptFile, settings: TrainSettings) -> Recipe | Script:
     """The recipe or script of a file that was sent to this process, which runs it."""
-    place, _, function = (name := file.place).rpartition(":")
+    place, function = file_and_function(name := file.place)
     sys.argv = [place, *file.argv[1:]]  # also for functions that read it later
     value: Any = _from_module(name, place, function)
     if file.arguments:
@@ -206,8 +207,8 @@ def name_of(recipe: RecipeLike) -> str:
 
 def _named(name: str) -> Callable[..., Any]:
     refuse_unknown_recipe(name)
-    place, colon, function = name.rpartition(":")
-    return _from_module(name, place, function) if colon else RECIPES[name]
+    place, function = file_and_function(name)
+    return _from_module(name, place, function) if place or ":" in name else RECIPES[name]
 
 
 def with_custom_model(recipe: Recipe) -> Recipe:
@@ -217,8 +218,10 @@ def with_custom_model(recipe: Recipe) -> Recipe:
     return replace(recipe, settings=recipe.settings.model_copy(update=update))
 
 
-def _from_module(name: str, place: str, function: str) -> Callable[[], TrainSettings | Recipe]:
+def _from_module(name: str, place: str, function: str) -> Callable[..., Any]:
     is_file = place.endswith(".py")
+    if name == place:
+        return FileScript(place)
     if not function or (not is_file and not all(p.isidentifier() for p in place.split("."))):
         raise UserError(f"recipe {name}: write path/to/file.py:function or module:function")
     module = module_at(f"recipe {name}", place)
@@ -233,7 +236,7 @@ def _from_module(name: str, place: str, function: str) -> Callable[[], TrainSett
         raise UserError(
             f"recipe {name}: {place} has no function '{function}'; {similar_names(function, names)}"
         )
-    function_of_user: Callable[[], TrainSettings | Recipe] = recipe
+    function_of_user: Callable[..., Any] = recipe
     return function_of_user
 
 

@@ -16,6 +16,7 @@ from elastic.geometry.target_layout import TargetLayout
 from pipelines.errors import UserError, refuse_undecodable
 from pipelines.observe.history.run_folder import RunFolder
 from pipelines.settings.overrides import refuse_changes, similar_names
+from pipelines.settings.script_file import file_and_function
 
 MAX_WORKERS = 100_000
 
@@ -120,12 +121,12 @@ def give_words(recipe: str, words: list[str]) -> None:
 
     Raises `UserError` for words that no file can get.
     """
-    place = recipe.rpartition(":")[0]
+    place, _ = file_and_function(recipe)
     if place.endswith(".py"):
         sys.argv = [place, *words]
     elif words:
         raise UserError(
-            f"{words[0]}: only path/to/file.py:function takes arguments, as in "
+            f"{words[0]}: only path/to/file.py and path/to/file.py:function take arguments, as in "
             "`elastic train file.py:main -- --lr 3e-4`"
         )
 
@@ -133,14 +134,14 @@ def give_words(recipe: str, words: list[str]) -> None:
 def refuse_unknown_recipe(name: str) -> None:
     """Raises `UserError` for a name that is neither a built-in recipe nor a function's, and for one
     of a file that does not exist."""
-    place = name.rpartition(":")[0]
+    place, _ = file_and_function(name)
     if place.endswith(".py") and not Path(place).is_file():
         raise UserError(f"recipe {name}: there is no file {place}")
-    if ":" not in name and name not in BUILT_IN:
+    if ":" not in name and not place and name not in BUILT_IN:
         raise UserError(
             f"recipe {name}: there is no built-in recipe of that name; "
-            f"{similar_names(name, list(BUILT_IN))}; or write path/to/file.py:function or "
-            "module:function"
+            f"{similar_names(name, list(BUILT_IN))}; or write path/to/file.py, "
+            "path/to/file.py:function or module:function"
         )
 
 

@@ -22,9 +22,18 @@ from pipelines.errors import UserError
 from pipelines.settings.user_code import is_users, user_code_errors
 
 
+def file_and_function(name: str) -> tuple[str, str]:
+    """Of `FILE.py:FUNCTION`, `MODULE:FUNCTION`, or `FILE.py`, whose function is empty; of another
+    name both are."""
+    if name.endswith(".py"):
+        return name, ""
+    place, _, function = name.rpartition(":")
+    return place, function
+
+
 @dataclass(frozen=True)
 class ScriptFile:
-    """A function of a file, to be sent to workers in place of the function.
+    """A function of a file, or the file itself, to be sent to workers in its place.
 
     So whatever the file does when it is run, such as settings of torch and patches, has its effect
     on each worker, and its objects need not be picklable.
@@ -32,6 +41,7 @@ class ScriptFile:
 
     path: str
     function: str
+    """Empty: the file as a whole is the script."""
     sources: Mapping[str, str]
     """The texts of the file and of what it has imported from its folder, by relative path."""
     argv: tuple[str, ...]
@@ -40,9 +50,10 @@ class ScriptFile:
 
     @classmethod
     def of(cls, recipe: object, arguments: Mapping[str, Any]) -> ScriptFile | None:
-        """The file of `FILE.py:FUNCTION`, or of a function of the program that runs; else None."""
+        """The file of `FILE.py:FUNCTION` or `FILE.py`, or of a function of the program that runs;
+        else None."""
         if isinstance(recipe, str):
-            place, _, function = recipe.rpartition(":")
+            place, function = file_and_function(recipe)
             if not place.endswith(".py"):
                 return None
             path, argv = Path(place).resolve(), _arguments_of(place)
@@ -61,7 +72,8 @@ class ScriptFile:
 
     @property
     def place(self) -> str:
-        """`FILE.py:FUNCTION` on this machine; the files are written if it does not have them."""
+        """`FILE.py:FUNCTION` or `FILE.py` on this machine; the files are written if it does not
+        have them."""
         folder = Path(self.path).parent
         if any(_text_of(folder / name) != text for name, text in self.sources.items()):
             folder = Path(tempfile.mkdtemp(prefix="elastic-script-"))
@@ -69,7 +81,8 @@ class ScriptFile:
             for name, text in self.sources.items():
                 (folder / name).parent.mkdir(parents=True, exist_ok=True)
                 (folder / name).write_text(text)
-        return f"{folder / Path(self.path).name}:{self.function}"
+        file = str(folder / Path(self.path).name)
+        return f"{file}:{self.function}" if self.function else file
 
 
 def shipped(kwargs: dict[str, Any], recipe: object, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -114,11 +127,9 @@ def module_at(what: str, place: str) -> ModuleType:
 
 def run_file(file: Path) -> ModuleType:
     """Run a file under its own name, with its folder on the path and its command-line arguments."""
-    spec = importlib.util.spec_from_file_location(file.stem, file)
-    assert spec is not None and spec.loader is not None, f"{file} does not end in .py"
-    if (folder := str(file.resolve().parent)) not in sys.path:
-        sys.path.insert(0, folder)
-    module = importlib.util.module_from_spec(spec)
+    module = _module(file.stem, file)
+    spec = module.__spec__
+    assert spec is not None
     # Dataclasses look up their module in sys.modules, and `torch.save` of a whole model its class.
     before = sys.modules.get(spec.name)
     sys.modules[spec.name] = module
@@ -133,6 +144,20 @@ def run_file(file: Path) -> ModuleType:
         elif spec.name not in _files:
             sys.modules[spec.name] = before
     return module
+
+
+def run_as_main(file: Path) -> None:
+    """Run a file as `python FILE` does, each time in a new module."""
+    run_again(_module("__main__", file))
+
+
+def _module(name: str, file: Path) -> ModuleType:
+    """An empty module for the file, with its folder on the path."""
+    spec = importlib.util.spec_from_file_location(name, file)
+    assert spec is not None and spec.loader is not None, f"{file} does not end in .py"
+    if (folder := str(file.resolve().parent)) not in sys.path:
+        sys.path.insert(0, folder)
+    return importlib.util.module_from_spec(spec)
 
 
 def module_of(function: object) -> ModuleType | None:

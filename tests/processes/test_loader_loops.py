@@ -5,9 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 import loader_scripts
+import loops
 import pytest
 import torch
+from harness import run_in_processes
+from run_checks import assert_no_step_repeated
 from test_script_habits import run_habit
+
+from pipelines.loop.script import FileScript, script_of
 
 pytestmark = pytest.mark.slow
 
@@ -47,3 +52,24 @@ def test_batch_norm_is_that_of_microbatches_with_any_number_of_workers(tmp_path:
     [below] = [torch.load(file) for file in (tmp_path / "marks").glob("below-*.pt")]
     for name, value in models[-1].state_dict().items():
         torch.testing.assert_close(below[name], value, rtol=1e-9, atol=1e-12)
+
+
+def test_file_without_a_function_is_a_script(tmp_path: Path) -> None:
+    """Its global variables are set back where a step comes again, also `total`."""
+    (marks := tmp_path / "marks").mkdir()
+    file = str(Path(__file__).with_name("whole_file.py"))
+    run = run_in_processes(
+        tmp_path,
+        script_of(FileScript(file)).settings,
+        4,
+        layout="dp=4",
+        recipe=file,
+        environment={loops.FOLDER: str(marks)},
+    )
+    assert run.stopped.outcome == "completed", run.stopped
+    assert_no_step_repeated(run)
+    assert len(run.lines_of("WorkerLost")) == 2
+    losses = [*loader_scripts.plain_by_loader()]
+    assert list(run.losses().values()) == pytest.approx(losses, rel=1e-9)
+    [below] = [torch.load(file) for file in marks.glob("below-*.pt")]
+    assert float(below["total"]) == pytest.approx(sum(losses), rel=1e-6)

@@ -76,7 +76,7 @@ def test_optimizer_step_ends_the_step_and_the_loss_is_that_of_all_workers() -> N
     def body(run: Run, model: nn.Module, optimizer: Any, points: Tensor) -> None:
         optimizer.zero_grad()
         loss = losses(model, points)
-        seen.put((run.step.number, run.step.committed, round(loss.item(), 4)))
+        seen.put((run.step.number, run.step.committed, round(loss.detach().item(), 4)))
         loss.backward()
         optimizer.step()
         seen.put((run.step.number, run.step.committed, loss.item()))
@@ -154,6 +154,20 @@ def forgets_backward(run: Run, model: nn.Module, optimizer: Any, points: Tensor)
     optimizer.step()
 
 
+def looks_first(run: Run, model: nn.Module, optimizer: Any, points: Tensor) -> None:
+    loss = losses(model, points)
+    float(loss)
+    loss.backward()
+    optimizer.step()
+
+
+def looks_early(run: Run, model: nn.Module, optimizer: Any, points: Tensor) -> None:
+    loss = losses(model, points)
+    loss.backward()
+    loss.item()
+    optimizer.step()
+
+
 def leaves_in_step(run: Run) -> None:
     model, _, loader = prepared(run)
     for _ in run.range(1):
@@ -169,6 +183,14 @@ def leaves_in_step(run: Run) -> None:
         (script_with(accumulate), r"step 1: the loop over the loader reads a batch before optimi"),
         (reads_ahead, r"step 1: a microbatch got no `step.backward"),
         (script_with(forgets_backward), r"step 1: a microbatch got no `step.backward\(loss\)`"),
+        (
+            script_with(looks_first),
+            r"step 1: loss.item\(\) in front of optimizer.step\(\), where it",
+        ),
+        (
+            script_with(looks_early),
+            r"step 1: loss.item\(\) in front of optimizer.step\(\), where it",
+        ),
         (leaves_in_step, r"step 1: a microbatch got no `step.backward\(loss\)`"),
     ],
 )

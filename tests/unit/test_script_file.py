@@ -10,6 +10,9 @@ from pathlib import Path
 import pytest
 
 from pipelines.errors import UserError
+from pipelines.loop import current_run
+from pipelines.loop.declaration import NotDeclared
+from pipelines.loop.state.errors import LoopMisused
 from pipelines.run.recipes import load
 from pipelines.run.refusals import give_words
 from pipelines.settings.script_file import ScriptFile, run_again, run_file
@@ -132,7 +135,7 @@ def test_words_behind_two_dashes_are_the_arguments_of_the_file(
     assert [file, "--lr", "3e-4"] == run_file(Path(file)).ARGV
     shipped_file = ScriptFile.of(f"{file}:recipe", {})
     assert shipped_file is not None and shipped_file.argv == (file, "--lr", "3e-4")
-    with pytest.raises(UserError, match=r"--lr: only path/to/file.py:function takes arguments"):
+    with pytest.raises(UserError, match=r"--lr: only path/to/file.py and path/to/file.py:fun"):
         give_words("tiny", ["--lr"])
 
 
@@ -145,3 +148,21 @@ def test_program_that_starts_a_run_without_a_guard_is_refused(
     (folder / "unguarded.py").write_text(program)
     with pytest.raises(UserError, match=r"put this under `if __name__ == \"__main__\":`"):
         run_file(folder / "unguarded.py")
+
+
+def test_file_as_a_whole_is_a_script_that_asks_for_its_run(tmp_path: Path) -> None:
+    with pytest.raises(LoopMisused, match="current_run: no run executes this file: start it by"):
+        current_run()
+    with pytest.raises(UserError, match=r"recipe absent.py: there is no file absent.py"):
+        load("absent.py")
+    (file := tmp_path / "script.py").write_text(
+        "from pipelines.loop import current_run\n"
+        "assert __name__ == '__main__'\n"
+        "run = current_run()\n"
+    )
+    with pytest.raises(NotDeclared, match=r"script.py: ended without a step"):
+        load(str(file))
+    shipped = ScriptFile.of(str(file), {})
+    assert shipped is not None and shipped.place == str(file) and not shipped.function
+    with pytest.raises(UserError, match="unexpected keyword"):
+        load(str(file), {"lr": 0.1})

@@ -1,5 +1,5 @@
-"""Calls of torch that in the body of a step are the run's: `loss.backward()`, and the clipping of
-all gradients."""
+"""Calls of torch that in the body of a step are the run's: `loss.backward()`, the clipping of all
+gradients, and the look at a loss."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ from pipelines.settings.user_code import is_users
 from pipelines.training.workload.clipping import Clipping
 
 _torch_backward: Callable[..., None] = Tensor.backward
+_torch_reads: dict[str, Callable[..., Any]] = {
+    name: getattr(Tensor, name) for name in ("item", "tolist", "__float__")
+}
 _torch_clip_norm: Callable[..., Tensor] = clip_grad.clip_grad_norm_
 _torch_clip_value: Callable[..., None] = clip_grad.clip_grad_value_
 
@@ -24,6 +27,8 @@ class HonouringStep(Protocol):
     """The step whose body runs."""
 
     def backward(self, loss: Tensor) -> None: ...
+
+    def note_read(self, tensor: Tensor) -> None: ...
 
     def misused(self, how: str) -> Exception: ...
 
@@ -41,6 +46,8 @@ def honour_calls() -> None:
     """Let these calls be those of the step whose body runs on the calling thread, also where the
     user's modules have imported the functions by name."""
     Tensor.backward = _backward  # type: ignore[method-assign]
+    for name, torchs in _torch_reads.items():
+        setattr(Tensor, name, _reading(torchs))
     users = [
         module
         for name, module in [*sys.modules.items()]
@@ -87,6 +94,15 @@ def _backward(
         )
     else:
         step.backward(loss)
+
+
+def _reading(torchs: Callable[..., Any]) -> Callable[[Tensor], Any]:
+    def read(tensor: Tensor) -> Any:
+        if _entered.step is not None and tensor.requires_grad:
+            _entered.step.note_read(tensor)
+        return torchs(tensor)
+
+    return read
 
 
 def _clip_norm(

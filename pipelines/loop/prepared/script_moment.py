@@ -96,6 +96,8 @@ class ScriptMoment:
         if the step has committed."""
         self.loss: Tensor | None = None
         """The loss of the latest microbatch, as the script has computed it, without its scale."""
+        self._seen: list[Tensor] = []
+        """The tensors of this worker's pass at which the script has looked."""
         self.norm: Tensor | None = None
         """What the script's clipping of the gradients has returned."""
         self.clip: Callable[[nn.Module, Clipping], Tensor] = _clip_nothing
@@ -142,11 +144,35 @@ class ScriptMoment:
                 "turn it is not needed: an optimizer that is not stepped changes nothing)"
             )
         self._refuse_changes(f"step {step.number}")
-        self.step, self.is_stepped = step, False
-        self.loss = self.norm = None
+        self.step, self.is_stepped, self.norm = step, False, None
+        self.forget_loss()
 
     def leave(self) -> None:
         self.step, self.behind = None, self.step
+
+    def forget_loss(self) -> None:
+        """A pass begins."""
+        self.loss = None
+        self._seen.clear()
+
+    def take_loss(self, loss: Tensor) -> None:
+        """The script computes the gradients of a loss, which may be scaled: then it is known."""
+        self.loss = loss if self.loss is None else self.loss
+        self._refuse_seen()
+
+    def note_read(self, tensor: Tensor) -> None:
+        """The script looks at a number in its own loop over its loader. Raises `LoopMisused` for
+        the loss, which is that of a part of the batch until the step has committed."""
+        self._seen.append(tensor)
+        self._refuse_seen()
+
+    def _refuse_seen(self) -> None:
+        if self.step is not None and any(tensor is self.loss for tensor in self._seen):
+            raise LoopMisused(
+                f"step {self.step.number}: loss.item() in front of optimizer.step(), where it is "
+                "the loss of this worker's part of the batch: read it behind optimizer.step(), "
+                "where it is that of the whole batch"
+            )
 
     def show(self, loss: float, norm: float) -> None:
         """Let the tensors of the script hold the loss and the gradient's norm of the whole step, so
