@@ -109,8 +109,8 @@ def _user_error(target_layout: TargetLayout, job: Job, capacity: Capacity) -> st
     layout = target_layout.layout(dp, fsdp)
     if dp * fsdp > job.num_microbatches:
         return (
-            f"{layout}: {dp * fsdp} data ranks, but a step has only {job.num_microbatches} "
-            "microbatches: lower dp x fsdp or the size of a microbatch"
+            f"{layout}: {dp * fsdp} data ranks, and {job.num_microbatches} microbatches in a "
+            "step: lower dp x fsdp, or cut the batch into more microbatches"
         )
     if fsdp % target_layout.least_fsdp:
         num_ranks = fsdp * target_layout.cp * target_layout.tp

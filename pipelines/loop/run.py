@@ -227,9 +227,8 @@ class Run:
         loader, and `optimizer.step()` ends it. Behind that the tensor of the loss holds the mean
         over the whole batch. The batch is dealt to the workers in `microbatches` parts, by default
         the largest divisor of its size up to 32, or up to 8 for a model with BatchNorm, which
-        normalizes each part. `reduction` is that of the loss over its samples,
-        as in torch's loss functions. An epoch consists of the whole steps of the loader's data.
-        Else as `steps`.
+        normalizes each part. `reduction` is that of the loss over its samples, as in torch's loss
+        functions. An epoch consists of the whole steps of the loader's data. Else as `steps`.
         """
         first, num_epochs = (0, first) if stop is None else (first, stop - first)
         if microbatches is None:

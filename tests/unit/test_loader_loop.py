@@ -168,6 +168,15 @@ def looks_early(run: Run, model: nn.Module, optimizer: Any, points: Tensor) -> N
     optimizer.step()
 
 
+def takes_other_loader(run: Run) -> None:
+    loader = DataLoader(TensorDataset(torch.randn(12, 2)), batch_size=4)
+    model = nn.Linear(2, 1, bias=False)
+    run.prepare(model, SGD(model.parameters(), lr=0.5), loader)
+    for _ in run.range(2):
+        for [points] in loader:
+            assert len(points)
+
+
 def leaves_in_step(run: Run) -> None:
     model, _, loader = prepared(run)
     for _ in run.range(1):
@@ -190,6 +199,10 @@ def leaves_in_step(run: Run) -> None:
         (
             script_with(looks_early),
             r"step 1: loss.item\(\) in front of optimizer.step\(\), where it",
+        ),
+        (
+            takes_other_loader,
+            r"epoch 0: its loop over the loader has not run: loop over the loader",
         ),
         (leaves_in_step, r"step 1: a microbatch got no `step.backward\(loss\)`"),
     ],

@@ -59,6 +59,11 @@ class LoaderLoop:
         for number, steps in epochs:
             self._steps, self.num_steps = steps, len(steps)
             yield number
+            if self.is_due:
+                raise LoopMisused(
+                    f"epoch {number}: its loop over the loader has not run: loop over the loader "
+                    "that run.prepare returns, in each epoch of run.range"
+                )
 
     def batches(self) -> Iterator[Any]:
         """This worker's part of each step of the present epoch."""
@@ -87,7 +92,8 @@ def parts_of_batch(batch_size: int, models: Iterable[nn.Module]) -> int:
 
 def _unstepped(number: int) -> LoopMisused:
     return LoopMisused(
-        f"step {number}: the loop over the loader reads a batch before optimizer.step() of the one "
-        "before: each iteration is a step; to accumulate gradients over several, loop over "
-        "run.epochs(..., microbatches=N), with `with step:` and step.batches()"
+        f"step {number}: the loop over the loader reads a batch before optimizer.step(), of the "
+        "optimizer that run.prepare returns: each iteration is a step; to accumulate gradients "
+        "over several, loop over run.epochs(..., microbatches=N), with `with step:` and "
+        "step.batches()"
     )
