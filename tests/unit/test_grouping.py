@@ -69,7 +69,7 @@ def test_loss_that_depends_on_the_grouping_is_noted_with_its_line(
 ) -> None:
     [note] = notes(tmp_path, loss)
     line = SCRIPT.split("\n").index("                step.backward(LOSS(model, x, y), WEIGHT)") + 1
-    assert note.startswith(f"{tmp_path}/script.py, line {line}: the loss of a microbatch")
+    assert note.startswith(f"{tmp_path}/script.py, line {line}: the loss of some samples")
     assert "\n" not in note
 
 
