@@ -117,12 +117,12 @@ class RunningBuffers:
         if not num_tokens.is_cpu:
             self._num_passes = self._num_passes.to(counts.device) + num_microbatches * counts
             for group in self._groups:
-                updated = num_microbatches * group.updated_with(replaced).double()
-                group.sums += torch.where(counts, updated, 0)
+                updated = torch.where(counts, group.updated_with(replaced), 0)
+                group.sums.add_(updated, alpha=num_microbatches)
         elif counts:
             self._num_passes += num_microbatches
             for group in self._groups:
-                group.sums += num_microbatches * group.updated_with(replaced).double()
+                group.sums.add_(group.updated_with(replaced), alpha=num_microbatches)
         for name, copy in self._copies.items() if self.moving is None else ():
             # Compare values: BatchNorm bypasses autograd's version counter.
             value = replaced.get(name, copy)
