@@ -62,8 +62,10 @@ def try_body(loop: Loop, workload: CustomWorkload, compares: bool = True) -> str
         is_divided = settings.microbatch > 1 and settings.num_microbatches > 1
         compares = compares and is_divided and not states.states and not in_one_pass
         recorder = CallRecorder(module)
-        size = settings.microbatch
-        samples = workload.first(NUM_MICROBATCHES * size)
+        size, num_tried = settings.microbatch, NUM_MICROBATCHES
+        if in_one_pass:  # the body gets no more than its declared batch
+            num_tried = min(num_tried, settings.num_microbatches)
+        samples = workload.first(num_tried * size)
         parts = [samples] if in_one_pass else [samples[:size], samples[size:]]
         grouping = GroupingTrial(module) if compares else None
         compared = _halves_and_whole(workload, parts[0]) if compares else []

@@ -104,6 +104,17 @@ def plain_by_loader() -> Iterator[float]:
     )
 
 
+def whole_batches(run: Run) -> None:
+    """One worker computes a step, whose batch must have its declared size."""
+    model, optimizer, loader = run.prepare(*build())
+    weights = torch.linspace(0, 1, loader.batch_size)
+    for _ in run.range(1, microbatches=1):
+        for points, labels in loader:
+            losses = nn.functional.cross_entropy(model(points), labels, reduction="none")
+            (weights * losses).mean().backward()
+            optimizer.step()
+
+
 def sums(run: Run) -> None:
     """The loss is the sum over its samples, and the gradients are clipped; the loop is a function
     of its own."""

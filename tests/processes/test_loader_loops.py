@@ -45,6 +45,11 @@ def test_sums_of_losses_are_the_plain_loop_through_deaths(tmp_path: Path) -> Non
     assert min(norms) < loader_scripts.MAX_NORM < max(norms)
 
 
+def test_batch_of_one_microbatch_has_its_size_in_the_warm_up_too(tmp_path: Path) -> None:
+    run = run_habit(tmp_path, "whole_batches", 0, layout="dp=1", module=loader_scripts)
+    assert len(run.losses()) == loader_scripts.SIZE
+
+
 def test_batch_norm_is_that_of_microbatches_with_any_number_of_workers(tmp_path: Path) -> None:
     run = run_habit(tmp_path, "normalized", layout="dp=4", module=loader_scripts)
     losses, models = zip(*loader_scripts.plain_normalized(), strict=True)

@@ -288,3 +288,5 @@ def test_loss_that_depends_on_the_number_of_workers_is_noted() -> None:
     assert 'if it is a sum over the samples, give run.range(..., reduction="sum")' in note
     assert note_on(lambda output: (output - output.mean()).square().mean(), microbatches=2)
     assert note_on(lambda output: output.std(), microbatches=1) is None
+    fixed = torch.arange(4.0)
+    assert note_on(lambda output: (output[:, 0] * fixed).mean(), microbatches=1) is None

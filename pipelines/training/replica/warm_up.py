@@ -51,7 +51,8 @@ def warm_up(
         torch_pipelining()
     miniature = workload.miniature()
     microbatch = settings.microbatch if miniature.has_constant_size else 1
-    changes = {"batch": 2 * microbatch, "microbatch": microbatch, "eval_samples": 1}
+    num_microbatches = min(2, settings.num_microbatches)  # a body may need its declared batch
+    changes = {"batch": num_microbatches * microbatch, "microbatch": microbatch, "eval_samples": 1}
     small = settings.model_copy(update=changes | {"record_samples": None, "compile": False})
     with group_of_one(device) as groups:
         replica = build(miniature, small, groups)
